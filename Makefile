@@ -1,0 +1,69 @@
+# make test, demo, bench  make .venv on first use: torch, the package compiled against it, and what else they need.
+# make lint, format       need no torch: ruff and clang-format, in .venv-lint.
+#
+# ARGS is passed on:      make test ARGS="-k relu -x"
+# To choose other things: make test PYTHON=python3.12 TORCH=torch==2.13.0 VENV=.venv-2.13
+# To use an environment that has everything (torch, setuptools, ninja, pytest, ...), without network:
+#                         make test VENV= PYTHON=/path/to/python
+# setup.py names the variables that choose what is compiled; `make clean` when they change.
+
+PYTHON = python3
+VENV = .venv
+TORCH = torch
+# Pinned, because another release may format differently.
+LINTERS = ruff==0.17.6 clang-format==23.1.5
+
+cpp := $(shell find csrc -name '*.[ch]*')
+sources := $(cpp) $(shell find my_cuda_op -name '*.py*' -not -name '*.pyc') cuda_build.py setup.py pyproject.toml
+
+.PHONY: venv test demo bench lint format clean install
+venv: install
+
+test: install
+	$(run) -m pytest $(ARGS)
+
+demo: install
+	$(run) examples/train_digits.py $(ARGS)
+
+bench: install
+	$(run) benchmarks/run.py $(ARGS)
+
+lint: linters
+	$(lint)ruff check .
+	$(lint)ruff format --check .
+	$(lint)clang-format --dry-run -Werror $(cpp)
+
+format: linters
+	$(lint)ruff check --fix .
+	$(lint)ruff format .
+	$(lint)clang-format -i $(cpp)
+
+clean:
+	rm -rf build dist *.egg-info my_cuda_op/*.so .venv*/.installed
+
+ifeq ($(VENV),)
+run := $(PYTHON)
+
+install:
+	$(run) -m pip install --no-build-isolation --no-deps .
+
+.PHONY: linters
+linters:
+else
+run := $(VENV)/bin/python
+lint := $(VENV)-lint/bin/
+
+install: $(VENV)/.installed
+$(VENV)/.installed: $(sources)
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=...")'
+	test -x $(run) || $(PYTHON) -m venv $(VENV)
+	$(run) -m pip install '$(TORCH)'  # before the package, which is compiled against it
+	$(run) -m pip install '.[test,demo]'
+	touch $@
+
+linters: $(VENV)-lint/.installed
+$(VENV)-lint/.installed: Makefile
+	$(PYTHON) -m venv $(VENV)-lint
+	$(lint)python -m pip install $(LINTERS)
+	touch $@
+endif

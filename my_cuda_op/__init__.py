@@ -1,0 +1,53 @@
+"""Forward and backward kernels for scale (``x * s``), add_scalar (``x + a``) and ReLU, on CPU and CUDA, for PyTorch.
+
+Functions are in :mod:`my_cuda_op.functional` and here, layers in :mod:`my_cuda_op.nn`, the dispatcher's operators in
+``torch.ops.my_cuda_op``.
+"""
+
+from __future__ import annotations
+
+import torch  # before _C, which is linked against the libraries that this loads
+
+from my_cuda_op import _C, functional, library, nn  # noqa: F401
+from my_cuda_op.functional import add_scalar, add_scalar_, relu, relu_, scale, scale_
+
+__version__: str = _C.__version__
+
+__all__ = [
+    "add_scalar",
+    "add_scalar_",
+    "add_scalar_forward",
+    "build_info",
+    "functional",
+    "multiply_by_two_forward",
+    "my_custom_relu",
+    "nn",
+    "relu",
+    "relu_",
+    "scale",
+    "scale_",
+]
+
+
+def build_info() -> dict:
+    """How the installed package was built: ``cuda`` (the toolkit's version, or None), ``archs`` and ``torch``."""
+    return {
+        "cuda": _C.cuda_version or None,
+        "archs": _C.cuda_archs.split(";") if _C.cuda_archs else [],
+        "torch": _C.torch_version,
+    }
+
+
+def multiply_by_two_forward(x: torch.Tensor) -> torch.Tensor:
+    """``x * 2``: the tutorial's first function."""
+    return scale(x, 2)
+
+
+def add_scalar_forward(x: torch.Tensor, scalar: functional.Parameter) -> torch.Tensor:
+    """``x + scalar``: the tutorial's second function."""
+    return add_scalar(x, scalar)
+
+
+def my_custom_relu(x: torch.Tensor) -> torch.Tensor:
+    """``torch.relu(x)``: the tutorial's third function."""
+    return relu(x)

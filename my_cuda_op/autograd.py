@@ -1,0 +1,333 @@
+"""The derivatives: one ``torch.autograd.Function`` for each operator, and nowhere else a derivative.
+
+``backward`` and ``jvp`` are written with differentiable operators, so derivatives of every order follow. The operators
+in the dispatcher borrow the same methods (see library.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+from torch.compiler import is_compiling
+
+from my_cuda_op import _C, reference
+
+_transforms_active = torch._C._are_functorch_transforms_active
+
+
+class Operator:
+    """An operator as Python calls it: its derivative, its kernels and its reference, and when which of them runs."""
+
+    def __init__(
+        self,
+        function: type[Function],
+        kernel: Callable[..., Tensor],
+        reference: Callable[..., Tensor],
+        kernel_: Callable[..., None] | None = None,
+    ) -> None:
+        self.function, self.kernel, self.reference, self.kernel_ = function, kernel, reference, kernel_
+        self.eager = _eager(function)
+        self.eager_ = _in_place(function, kernel_)
+        function.vmap = _vmap(reference)
+
+    def __call__(self, *args: Any) -> Tensor:
+        """The result, with its derivative recorded where one is needed."""
+        if is_compiling():  # Inductor fuses the reference with its neighbours; Dynamo refuses a Function with a jvp
+            return self.reference(*args)
+        if _transforms_active():
+            return self.function.apply(*args)
+        if forward_ad._current_level >= 0 or _requires_grad(args):
+            return self.eager.apply(*args)
+        return self.kernel(*args)
+
+    def in_place(self, input: Tensor, *args: Any) -> Tensor:
+        """The same in place: changes the input and returns it."""
+        if is_compiling() or _transforms_active() or forward_ad._current_level >= 0 or _requires_grad(args):
+            output = self(input, *args)
+            if not torch.can_cast(output.dtype, input.dtype):
+                raise RuntimeError(
+                    f"{self.kernel.__name__}_: the result type must be one that input's dtype {input.dtype} can hold, "
+                    f"got {output.dtype}"
+                )
+            input.copy_(output)
+        elif _requires_grad((input,)):
+            _C.check_inplace(input)  # before anything changes: mark_dirty would check afterwards
+            self.eager_.apply(input, *args)
+        else:
+            self.kernel_(input, *args)
+        return input
+
+
+def _requires_grad(args: tuple) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+def _eager(function: type[Function]) -> type[Function]:
+    """The same Function with the context in ``forward``: ``setup_context`` costs an inspect.signature a call."""
+
+    class Eager(function):
+        @staticmethod
+        def forward(ctx, *args):
+            output = function.forward(*args)
+            function.setup_context(ctx, args, output)
+            return output
+
+        setup_context = Function.setup_context
+
+    return _named_as(function, Eager)
+
+
+def _in_place(function: type[Function], kernel_: Callable[..., None]) -> type[Function]:
+    """The same Function, overwriting its input. For a derivative that does not need the old input."""
+
+    class InPlace(function):
+        @staticmethod
+        def forward(ctx, input, *args):
+            kernel_(input, *args)
+            ctx.mark_dirty(input)
+            function.setup_context(ctx, (input, *args), input)
+            return input
+
+        setup_context = Function.setup_context
+
+    return _named_as(function, InPlace)
+
+
+def _named_as(function: type[Function], derived: type[Function]) -> type[Function]:
+    derived.__name__ = derived.__qualname__ = function.__name__  # what grad_fn, profilers and error messages show
+    return derived
+
+
+def _vmap(reference: Callable[..., Tensor]) -> staticmethod:
+    """A vmap rule: PyTorch batches the reference, whichever arguments are batched."""
+
+    def vmap(info, in_dims, *args):
+        return torch.vmap(reference, in_dims, randomness=info.randomness)(*args), 0
+
+    return staticmethod(vmap)
+
+
+def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A derivative in the dtype of what it belongs to; of a real number it is real."""
+    if tensor.is_complex() and not dtype.is_complex:
+        tensor = tensor.real
+    return tensor.to(dtype)
+
+
+def _expand(parameter: Tensor, shape: torch.Size, dim: int) -> Tensor:
+    """The parameter at every element that it applies to."""
+    channel = None if parameter.numel() == 1 else dim % len(shape)
+    return reference.as_channels(parameter, len(shape), channel).expand(shape)
+
+
+def _conj(parameter: Any) -> Any:
+    return parameter.conj() if isinstance(parameter, Tensor) else parameter.conjugate()
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
+
+
+class Scale(Function):
+    @staticmethod
+    def forward(input, factor, dim):
+        return _C.scale(input, factor, dim)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        input, factor, ctx.dim = inputs
+        ctx.dtype = input.dtype
+        ctx.set_materialize_grads(False)
+        if isinstance(factor, Tensor):
+            ctx.number = None
+            ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, factor)
+            ctx.save_for_forward(input, factor)
+        else:
+            ctx.number = factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return None, None, None
+        input, factor = (None, ctx.number) if ctx.number is not None else ctx.saved_tensors
+        grad_input = grad_factor = None
+        if ctx.needs_input_grad[0]:
+            grad_input = _like(scale(grad, _conj(factor), ctx.dim), ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_factor = scale_backward_factor(grad, input, factor, ctx.dim)
+        return grad_input, grad_factor, None
+
+    @staticmethod
+    def jvp(ctx, input_tangent, factor_tangent, _):
+        input, factor = (None, ctx.number) if ctx.number is not None else ctx.saved_tensors
+        by_input = by_factor = None
+        if input_tangent is not None:
+            by_input = scale(input_tangent, factor, ctx.dim)
+        if factor_tangent is not None:
+            by_factor = scale(input, factor_tangent, ctx.dim)
+        return _sum(by_input, by_factor)
+
+
+class ScaleBackwardFactor(Function):
+    @staticmethod
+    def forward(grad, input, factor, dim):
+        return _C.scale_backward_factor(grad, input, factor, dim)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        grad, input, factor, ctx.dim = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(grad, input)
+        ctx.save_for_forward(grad, input, factor)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        if grad_output is None:
+            return None, None, None, None
+        grad, input = ctx.saved_tensors
+        by_grad = by_input = None
+        if ctx.needs_input_grad[0]:
+            by_grad = _like(scale(input, grad_output, ctx.dim), grad.dtype)
+        if ctx.needs_input_grad[1]:
+            by_input = _like(scale(grad, grad_output.conj(), ctx.dim), input.dtype)
+        return by_grad, by_input, None, None
+
+    @staticmethod
+    def jvp(ctx, grad_tangent, input_tangent, factor_tangent, _):
+        grad, input, factor = ctx.saved_tensors
+        by_grad = by_input = None
+        if grad_tangent is not None:
+            by_grad = scale_backward_factor(grad_tangent, input, factor, ctx.dim)
+        if input_tangent is not None:
+            by_input = scale_backward_factor(grad, input_tangent, factor, ctx.dim)
+        if by_grad is None and by_input is None:
+            return torch.zeros_like(factor)  # which gives the result's shape only
+        return _sum(by_grad, by_input)
+
+
+class AddScalar(Function):
+    @staticmethod
+    def forward(input, value, dim):
+        return _C.add_scalar(input, value, dim)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        input, value, ctx.dim = inputs
+        ctx.dtype, ctx.output = input.dtype, (output.shape, output.dtype)
+        ctx.set_materialize_grads(False)
+        if isinstance(value, Tensor):
+            ctx.save_for_backward(value)
+            ctx.save_for_forward(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return None, None, None
+        grad_input = grad_value = None
+        if ctx.needs_input_grad[0]:
+            grad_input = _like(grad, ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            (value,) = ctx.saved_tensors
+            grad_value = add_scalar_backward_value(grad, value, ctx.dim)
+        return grad_input, grad_value, None
+
+    @staticmethod
+    def jvp(ctx, input_tangent, value_tangent, _):
+        shape, dtype = ctx.output
+        by_input = by_value = None
+        if input_tangent is not None:
+            by_input = input_tangent.to(dtype)
+        if value_tangent is not None:
+            by_value = _expand(value_tangent, shape, ctx.dim).to(dtype)
+        return by_input.clone() if by_value is None else _sum(by_input, by_value).clone()
+
+
+class AddScalarBackwardValue(Function):
+    @staticmethod
+    def forward(grad, value, dim):
+        return _C.add_scalar_backward_value(grad, value, dim)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        grad, value, ctx.dim = inputs
+        ctx.grad = (grad.shape, grad.dtype)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_forward(value)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        if grad_output is None:
+            return None, None, None
+        shape, dtype = ctx.grad
+        return _expand(grad_output, shape, ctx.dim).to(dtype), None, None
+
+    @staticmethod
+    def jvp(ctx, grad_tangent, value_tangent, _):
+        (value,) = ctx.saved_tensors  # which gives the result's shape only
+        if grad_tangent is None:
+            return torch.zeros_like(value)
+        return add_scalar_backward_value(grad_tangent, value, ctx.dim)
+
+
+class ReLU(Function):
+    @staticmethod
+    def forward(input):
+        return _C.relu(input)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        # The output, not the input: the next layer keeps it anyway, and the input may be overwritten.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (result,) = ctx.saved_tensors
+        return None if grad is None else relu_backward(grad, result)
+
+    @staticmethod
+    def jvp(ctx, input_tangent):
+        (result,) = ctx.saved_tensors
+        return relu_backward(input_tangent, result)
+
+
+class ReLUBackward(Function):
+    """Linear in grad; its derivative by result is zero wherever there is one."""
+
+    @staticmethod
+    def forward(grad, result):
+        return _C.relu_backward(grad, result)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, result = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(result)
+        ctx.save_for_forward(result)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (result,) = ctx.saved_tensors
+        return (None if grad_output is None else relu_backward(grad_output, result)), None
+
+    @staticmethod
+    def jvp(ctx, grad_tangent, result_tangent):
+        (result,) = ctx.saved_tensors
+        return torch.zeros_like(result) if grad_tangent is None else relu_backward(grad_tangent, result)
+
+
+scale = Operator(Scale, _C.scale, reference.scale, _C.scale_)
+scale_backward_factor = Operator(ScaleBackwardFactor, _C.scale_backward_factor, reference.scale_backward_factor)
+add_scalar = Operator(AddScalar, _C.add_scalar, reference.add_scalar, _C.add_scalar_)
+add_scalar_backward_value = Operator(
+    AddScalarBackwardValue, _C.add_scalar_backward_value, reference.add_scalar_backward_value
+)
+relu = Operator(ReLU, _C.relu, reference.relu, _C.relu_)
+relu_backward = Operator(ReLUBackward, _C.relu_backward, reference.relu_backward)

@@ -1,0 +1,132 @@
+"""The operators as functions, in the manner of ``torch.nn.functional``.
+
+Shapes, dtypes, strides, gradients and errors are those of the stock expression that each docstring gives, with two
+differences:
+
+* float16 and bfloat16 are computed in float32, with the parameter in float32, and rounded once.
+* A parameter never widens a floating-point input, whatever its shape: the result has the dtype
+  ``torch.result_type(input, parameter as a number)``. So a bfloat16 activation stays bfloat16 beside float32
+  parameters.
+
+A *parameter* (``factor``, ``value``) is one of
+
+* a Python or NumPy number;
+* a tensor of one element;
+* a tensor of shape ``(input.size(dim),)``: one number for each channel. ``dim=1`` is the channel dimension of NCHW and
+  (N, C), as in BatchNorm; ``dim=-1`` suits LayerScale. ``dim`` is not looked at otherwise.
+
+A tensor parameter gets its gradient, in its own shape and dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
+
+from my_cuda_op import autograd
+
+Number = int | float | complex | bool
+Parameter = Tensor | Number
+
+__all__ = ["add_scalar", "add_scalar_", "relu", "relu_", "scale", "scale_"]
+
+
+def scale(input: Tensor, factor: Parameter, *, dim: int = 1, inplace: bool = False) -> Tensor:
+    """Multiply by a factor: ``input * factor``.
+
+    Equivalent to ``input * factor``, with a factor of one number for each channel viewed as ``(C, 1, 1)`` (for NCHW).
+
+    Args:
+        input: any shape; every dtype that ``torch.mul`` takes.
+        factor: a number, a tensor of one element, or one of shape ``(input.size(dim),)``.
+        dim: the channel dimension.
+        inplace: overwrite the input, and return it.
+
+    Raises:
+        TypeError: ``factor`` is neither a number nor a tensor.
+        IndexError: ``dim`` is not a dimension of the input.
+        RuntimeError: ``factor`` has another number of elements or is on another device; in place: the input is a leaf
+            that requires grad, overlaps itself in memory, or cannot hold the result's dtype.
+    """
+    if has_torch_function((input, factor)):
+        return handle_torch_function(scale, (input, factor), input, factor, dim=dim, inplace=inplace)
+    run = autograd.scale.in_place if inplace else autograd.scale
+    return run(_tensor("scale", input), _parameter("scale", "factor", factor), dim)
+
+
+def add_scalar(input: Tensor, value: Parameter, *, dim: int = 1, inplace: bool = False) -> Tensor:
+    """Add a value: ``input + value``.
+
+    Equivalent to ``input + value``, with a value of one number for each channel viewed as ``(C, 1, 1)`` (for NCHW).
+
+    Args:
+        input: any shape; every dtype that ``torch.add`` takes.
+        value: a number, a tensor of one element, or one of shape ``(input.size(dim),)``.
+        dim: the channel dimension.
+        inplace: overwrite the input, and return it.
+
+    Raises:
+        TypeError, IndexError, RuntimeError: as :func:`scale`.
+    """
+    if has_torch_function((input, value)):
+        return handle_torch_function(add_scalar, (input, value), input, value, dim=dim, inplace=inplace)
+    run = autograd.add_scalar.in_place if inplace else autograd.add_scalar
+    return run(_tensor("add_scalar", input), _parameter("add_scalar", "value", value), dim)
+
+
+def relu(input: Tensor, inplace: bool = False) -> Tensor:
+    """The larger of the input and 0. NaN stays NaN; the sign of ``relu(-0.0)`` is not specified.
+
+    Equivalent to ``torch.relu(input)``. Saves its output for backward.
+
+    Args:
+        input: any shape; every dtype that ``torch.relu`` takes (not bool, not complex).
+        inplace: overwrite the input, and return it.
+
+    Raises:
+        TypeError: ``input`` is not a tensor.
+        RuntimeError: ``input`` is complex or bool; in place: as :func:`scale`.
+    """
+    if has_torch_function_unary(input):
+        return handle_torch_function(relu, (input,), input, inplace=inplace)
+    run = autograd.relu.in_place if inplace else autograd.relu
+    return run(_tensor("relu", input))
+
+
+def scale_(input: Tensor, factor: Parameter, *, dim: int = 1) -> Tensor:
+    """:func:`scale` in place: ``input.mul_(factor)``."""
+    return scale(input, factor, dim=dim, inplace=True)
+
+
+def add_scalar_(input: Tensor, value: Parameter, *, dim: int = 1) -> Tensor:
+    """:func:`add_scalar` in place: ``input.add_(value)``."""
+    return add_scalar(input, value, dim=dim, inplace=True)
+
+
+def relu_(input: Tensor) -> Tensor:
+    """:func:`relu` in place: ``torch.relu_(input)``."""
+    return relu(input, inplace=True)
+
+
+def _tensor(op: str, input: Any) -> Tensor:
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{op}: input must be a Tensor, got {type(input).__name__}")
+    return input
+
+
+_NUMBERS = (Tensor, float, int, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _parameter(op: str, name: str, parameter: Any) -> Parameter:
+    if isinstance(parameter, int) and not -(2**63) <= parameter < 2**63:
+        raise OverflowError(f"{op}: {name} must fit into 64 bits, got {parameter}")
+    if isinstance(parameter, _NUMBERS):
+        return parameter
+    if type(parameter).__module__ == "numpy" and getattr(parameter, "shape", None) == () and hasattr(parameter, "item"):
+        parameter = parameter.item()  # a NumPy number, as the Python number it is
+        if isinstance(parameter, _NUMBERS):
+            return parameter
+    raise TypeError(f"{op}: {name} must be a number or a Tensor, got {type(parameter).__name__}")

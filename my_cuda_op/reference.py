@@ -1,0 +1,115 @@
+"""The operators in plain PyTorch: what each of them must equal.
+
+The tests compare with these functions, the benchmarks measure against them, fake tensors take their shapes, dtypes and
+strides from them, devices without kernels run them, and so does compiled code, where Inductor fuses them with their
+neighbours.
+
+A result is computed in float32 where it is float16 or bfloat16 (the parameters too), and rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Number = int | float | complex | bool
+
+_COMPUTE_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+
+
+def result_type(input: Tensor, parameter: Tensor | Number) -> torch.dtype:
+    """``torch.result_type`` of the input and the parameter as a number, which never widens a floating-point input."""
+    if isinstance(parameter, Tensor):
+        if parameter.dtype == input.dtype:
+            return input.dtype
+        parameter = torch.empty((), dtype=parameter.dtype, device="meta")
+    elif input.is_floating_point() and not isinstance(parameter, complex):
+        return input.dtype
+    # Dynamo does not trace torch.result_type, but the dtype of a product without elements.
+    return (torch.empty([0] * input.dim(), dtype=input.dtype, device="meta") * parameter).dtype
+
+
+def compute_type(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a result of this dtype is computed."""
+    return _COMPUTE_DTYPES.get(dtype, dtype)
+
+
+def channel_dim(op: str, input: Tensor, name: str, parameter: Tensor, dim: int) -> int | None:
+    """The dimension of the input along which the parameter varies; None where it has one element."""
+    if parameter.device != input.device and (parameter.dim() > 0 or parameter.device.type != "cpu"):
+        raise RuntimeError(f"{op}: {name} must be on the device of input, {input.device}, got {parameter.device}")
+    if parameter.numel() == 1:
+        return None
+    if parameter.dim() != 1:
+        raise RuntimeError(
+            f"{op}: {name} must be a number, have one element, or have one dimension, got shape {list(parameter.shape)}"
+        )
+    if not -input.dim() <= dim < input.dim():
+        raise IndexError(
+            f"{op}: dim must be in the range [{-input.dim()}, {input.dim() - 1}] "
+            f"of an input of shape {list(input.shape)}, got {dim}"
+        )
+    if parameter.numel() != input.size(dim):
+        raise RuntimeError(
+            f"{op}: {name} must have 1 or {input.size(dim)} elements (input.size({dim})), got {parameter.numel()}"
+        )
+    return dim % input.dim()
+
+
+def broadcast(op: str, input: Tensor, name: str, parameter: Tensor | Number, dim: int) -> Tensor | Number:
+    """The parameter in a shape that broadcasts against the input."""
+    if not isinstance(parameter, Tensor):
+        return parameter
+    return as_channels(parameter, input.dim(), channel_dim(op, input, name, parameter, dim))
+
+
+def as_channels(parameter: Tensor, ndim: int, channel: int | None) -> Tensor:
+    """The parameter as a tensor of ndim dimensions that varies along channel, or for None as a 0-d tensor."""
+    if channel is None:
+        return parameter.reshape(())
+    return parameter.reshape([-1 if d == channel else 1 for d in range(ndim)])
+
+
+def _rounded(formula, input: Tensor, parameter: Tensor | Number) -> Tensor:
+    """formula(input, parameter) in the compute type, rounded to the result's."""
+    dtype = result_type(input, parameter)
+    compute = compute_type(dtype)
+    if isinstance(parameter, Tensor):
+        parameter = parameter.to(compute)
+    return formula(input.to(compute), parameter).to(dtype)
+
+
+def scale(input: Tensor, factor: Tensor | Number, dim: int = 1) -> Tensor:
+    return _rounded(torch.mul, input, broadcast("scale", input, "factor", factor, dim))
+
+
+def add_scalar(input: Tensor, value: Tensor | Number, dim: int = 1) -> Tensor:
+    return _rounded(torch.add, input, broadcast("add_scalar", input, "value", value, dim))
+
+
+def relu(input: Tensor) -> Tensor:
+    return torch.relu(input)
+
+
+def scale_backward_factor(grad: Tensor, input: Tensor, factor: Tensor, dim: int = 1) -> Tensor:
+    compute = compute_type(torch.result_type(grad, input))
+    products = grad.to(compute) * input.to(compute).conj()
+    return _sum_like("scale_backward_factor", products, "factor", factor, dim)
+
+
+def add_scalar_backward_value(grad: Tensor, value: Tensor, dim: int = 1) -> Tensor:
+    return _sum_like("add_scalar_backward_value", grad.to(compute_type(grad.dtype)), "value", value, dim)
+
+
+def relu_backward(grad: Tensor, result: Tensor) -> Tensor:
+    return torch.ops.aten.threshold_backward(grad, result, 0)
+
+
+def _sum_like(op: str, terms: Tensor, name: str, parameter: Tensor, dim: int) -> Tensor:
+    """The terms summed to the shape and dtype of the parameter."""
+    channel = channel_dim(op, terms, name, parameter, dim)
+    if terms.is_complex() and not parameter.is_complex():
+        terms = terms.real
+    others = [d for d in range(terms.dim()) if d != channel]
+    total = terms.sum(others) if others else terms
+    return total.to(parameter.dtype).reshape(parameter.shape)

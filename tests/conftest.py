@@ -1,0 +1,80 @@
+"""What every test file shares: which my_cuda_op is tested, on which devices, and from which seed."""
+
+import os
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+if not list((ROOT / "my_cuda_op").glob("_C*.so")) and not list((ROOT / "my_cuda_op").glob("_C*.pyd")):
+    # `python -m pytest` puts the folder it starts in first, and the sources there, which hold no compiled part, would
+    # hide the installed package.
+    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
+
+try:
+    import my_cuda_op
+except ImportError as error:
+    raise pytest.UsageError(
+        f"my_cuda_op cannot be imported: {error}. The tests need the compiled package: `python -m pip install .`, or "
+        "`python setup.py build_ext --inplace` to test the checkout itself (make test does the first)."
+    ) from error
+
+if torch.cuda.is_available() and my_cuda_op.build_info()["cuda"] is None:
+    raise pytest.UsageError(
+        "this machine has a GPU and a CUDA build of torch, but my_cuda_op was built without CUDA kernels, so half "
+        "of it would go untested. Rebuild it with FORCE_CUDA=1, or hide the GPU: CUDA_VISIBLE_DEVICES= python -m pytest"
+    )
+
+# Which examples are drawn must not decide whether a change may be merged; away from CI, every run tries new ones.
+hypothesis.settings.register_profile(
+    "local", deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture], print_blob=True
+)
+hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("local"), derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_report_header():
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    folder = Path(my_cuda_op.__file__).parent
+    return [
+        f"my_cuda_op {my_cuda_op.__version__} from {folder}, built with {my_cuda_op.build_info()}",
+        f"torch {torch.__version__}, GPUs: {', '.join(gpus) or 'none, so the CUDA half is skipped'}",
+    ]
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
+def device(request):
+    """Each device that has kernels. A test with this argument runs on all of them."""
+    return request.param
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=needs_cuda)])
+def cuda(request):
+    """For what only CUDA has."""
+    return request.param
+
+
+@pytest.fixture
+def needs_memory(cuda):
+    """``needs_memory(gib)`` skips the test where the GPU has less than that free."""
+
+    def check(gib):
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        if free < gib:
+            pytest.skip(f"needs {gib} GiB of GPU memory, {free:.0f} are free")
+
+    yield check
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
