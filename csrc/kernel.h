@@ -41,12 +41,8 @@ using KernelFunction =
 template <class Op>
 inline std::array<KernelFunction<Op>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> kernels{};
 
-// A list of ops: csrc/forward and csrc/backward hold one each, and instantiate it once for every device.
-template <class... Ops>
-struct OpList {};
-
 template <template <class> class Launcher, class... Ops>
-bool register_kernels(c10::DeviceType device, OpList<Ops...>) {
+bool register_kernels(c10::DeviceType device, ops::List<Ops...>) {
   ((kernels<Ops>[static_cast<size_t>(device)] = &Launcher<Ops>::launch), ...);
   return true;
 }
@@ -62,7 +58,7 @@ KernelFunction<Op> kernel(c10::DeviceType device) {
   return function;
 }
 
-// Whatever C++ would refuse to convert silently: stock PyTorch wraps integers and lets floats go to infinity.
+// Not Scalar::to, which refuses what does not fit: stock PyTorch wraps integers and lets floats become infinite.
 template <class T>
 T number_as(const c10::Scalar& number) {
   if constexpr (ops::is_complex<T>) {

@@ -1,102 +1,156 @@
-// The table of contents: every operator of the package as the dispatcher knows it. my_cuda_op/library.py adds what is
-// written in Python: autograd, vmap, fake tensors, and the reference expressions that run on devices without kernels.
+// The table of contents: every operator of the package, for the dispatcher and for Python. my_cuda_op/library.py adds
+// what is written in Python: autograd, vmap, fake tensors, and what runs on devices without kernels.
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
-#include "operators.h"
+#include <set>
+#include <string>
 
-TORCH_LIBRARY(my_cuda_op, m) {
-  m.def("scale(Tensor input, Scalar factor, int dim=1) -> Tensor");
-  m.def("scale.Tensor(Tensor input, Tensor factor, int dim=1) -> Tensor");
-  m.def("scale_(Tensor(a!) input, Scalar factor, int dim=1) -> ()");
-  m.def("scale_.Tensor(Tensor(a!) input, Tensor factor, int dim=1) -> ()");
-  m.def("scale_backward_factor(Tensor grad, Tensor input, Tensor factor, int dim=1) -> Tensor");
-
-  m.def("add_scalar(Tensor input, Scalar value, int dim=1) -> Tensor");
-  m.def("add_scalar.Tensor(Tensor input, Tensor value, int dim=1) -> Tensor");
-  m.def("add_scalar_(Tensor(a!) input, Scalar value, int dim=1) -> ()");
-  m.def("add_scalar_.Tensor(Tensor(a!) input, Tensor value, int dim=1) -> ()");
-  m.def("add_scalar_backward_value(Tensor grad, Tensor value, int dim=1) -> Tensor");
-
-  m.def("relu(Tensor input) -> Tensor");
-  m.def("relu_(Tensor(a!) input) -> ()");
-  m.def("relu_backward(Tensor grad, Tensor result) -> Tensor");
-}
+#include "backward/backward.h"
+#include "bindings.h"
+#include "forward/forward.h"
 
 namespace my_cuda_op {
 namespace {
 
-// The two overloads of an operator with a parameter, a number and a tensor, are one function here.
-template <auto function, class Value>
-auto with(const at::Tensor& input, const Value& parameter, int64_t dim) {
-  return function(input, Parameter(parameter), dim);
+using at::Scalar;
+using at::Tensor;
+
+// Calls define(schema, function, docstring) for each operator. One function serves both devices: what differs between
+// them begins at kernel<Op>(device). A parameter is a number, a tensor of one element, or a tensor with one element for
+// each index of dim.
+template <class Define>
+void operators(const Define& define) {
+  define(
+      "scale.Tensor(Tensor input, Tensor factor, int dim=1) -> Tensor", parametrized<ops::Scale, Tensor>,
+      "input * factor");
+  define("scale(Tensor input, Scalar factor, int dim=1) -> Tensor", parametrized<ops::Scale, Scalar>, "input * factor");
+  define(
+      "scale_.Tensor(Tensor(a!) input, Tensor factor, int dim=1) -> ()", parametrized_<ops::Scale, Tensor>,
+      "input *= factor");
+  define(
+      "scale_(Tensor(a!) input, Scalar factor, int dim=1) -> ()", parametrized_<ops::Scale, Scalar>, "input *= factor");
+  define(
+      "scale_backward_factor(Tensor grad, Tensor input, Tensor factor, int dim=1) -> Tensor",
+      sum_of_products<ops::ScaleBackwardFactor>, "grad * input.conj(), summed to the shape of factor");
+
+  define(
+      "add_scalar.Tensor(Tensor input, Tensor value, int dim=1) -> Tensor", parametrized<ops::AddScalar, Tensor>,
+      "input + value");
+  define(
+      "add_scalar(Tensor input, Scalar value, int dim=1) -> Tensor", parametrized<ops::AddScalar, Scalar>,
+      "input + value");
+  define(
+      "add_scalar_.Tensor(Tensor(a!) input, Tensor value, int dim=1) -> ()", parametrized_<ops::AddScalar, Tensor>,
+      "input += value");
+  define(
+      "add_scalar_(Tensor(a!) input, Scalar value, int dim=1) -> ()", parametrized_<ops::AddScalar, Scalar>,
+      "input += value");
+  define(
+      "add_scalar_backward_value(Tensor grad, Tensor value, int dim=1) -> Tensor", sum<ops::AddScalarBackwardValue>,
+      "grad, summed to the shape of value");
+
+  define("relu(Tensor input) -> Tensor", unary<ops::ReLU>, "max(input, 0); NaN stays NaN");
+  define("relu_(Tensor(a!) input) -> ()", unary_<ops::ReLU>, "input = max(input, 0)");
+  define(
+      "relu_backward(Tensor grad, Tensor result) -> Tensor", backward_by_result<ops::ReLUBackward>,
+      "grad where result > 0 or is NaN, else 0");
 }
-template <auto function, class Value>
-void with_(at::Tensor& input, const Value& parameter, int64_t dim) {
-  function(input, Parameter(parameter), dim);
-}
 
-// The same functions for both devices: what differs between them begins at kernel<Op>(device).
-void implement(torch::Library& m) {
-  m.impl("scale", with<scale, at::Scalar>);
-  m.impl("scale.Tensor", with<scale, at::Tensor>);
-  m.impl("scale_", with_<scale_, at::Scalar>);
-  m.impl("scale_.Tensor", with_<scale_, at::Tensor>);
-  m.impl("scale_backward_factor", scale_backward_factor);
-
-  m.impl("add_scalar", with<add_scalar, at::Scalar>);
-  m.impl("add_scalar.Tensor", with<add_scalar, at::Tensor>);
-  m.impl("add_scalar_", with_<add_scalar_, at::Scalar>);
-  m.impl("add_scalar_.Tensor", with_<add_scalar_, at::Tensor>);
-  m.impl("add_scalar_backward_value", add_scalar_backward_value);
-
-  m.impl("relu", relu);
-  m.impl("relu_", [](at::Tensor& input) { relu_(input); });
-  m.impl("relu_backward", relu_backward);
-}
-
-bool needs_derivative(const at::Tensor& tensor) {
-  return tensor.defined() &&
-         ((c10::GradMode::is_enabled() && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined());
+// "my_cuda_op::scale", "Tensor" of the schema scale.Tensor(...)
+c10::OperatorName operator_name(const std::string& schema) {
+  const auto name = schema.substr(0, schema.find('('));
+  const auto dot = name.find('.');
+  return {"my_cuda_op::" + name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)};
 }
 
 // torch.library records derivatives of operators that return new tensors only. Rather than drop one, an operator in
 // place sends its caller to the function that does record it.
 void refuse_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto name = op.schema().name().substr(sizeof("my_cuda_op::") - 1);
   for (const auto& argument : torch::jit::last(*stack, op.schema().arguments().size())) {
-    const auto& name = op.schema().name(); // my_cuda_op::scale_
     TORCH_CHECK(
-        !argument.isTensor() || !needs_derivative(argument.toTensor()), "torch.ops.my_cuda_op.",
-        name.substr(name.rfind(':') + 1),
-        ": no argument must need a derivative, got one that does; "
-        "my_cuda_op.functional.",
-        name.substr(name.rfind(':') + 1), " records it");
+        !argument.isTensor() || !needs_derivative(argument.toTensor()), "torch.ops.my_cuda_op.", name,
+        ": no argument must need a derivative, got one that does; my_cuda_op.functional.", name, " records it");
   }
   const at::AutoDispatchBelowAutograd guard;
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
+// Counts the change of an operator in place in its input's version, by which autograd knows that what it saved is gone.
+void count_change(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const Tensor input = torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor();
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  }
+  torch::autograd::increment_version(input);
+}
+
+// A negative or conjugate view in place: works on a copy without the bit. PyTorch's own fallback for them takes for
+// granted that an operator in place returns its input, and reads freed memory of one that does not.
+void resolve_views(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const auto count = op.schema().arguments().size();
+  const Tensor input = torch::jit::peek(*stack, 0, count).toTensor();
+  for (size_t i = 0; i < count; ++i) {
+    auto& argument = torch::jit::peek(*stack, i, count);
+    if (argument.isTensor()) argument = argument.toTensor().resolve_conj().resolve_neg();
+  }
+  const Tensor resolved = torch::jit::peek(*stack, 0, count).toTensor();
+  op.callBoxed(stack);
+  if (!resolved.is_same(input)) input.copy_(resolved);
+}
+
 } // namespace
 } // namespace my_cuda_op
 
-TORCH_LIBRARY_IMPL(my_cuda_op, CPU, m) {
-  my_cuda_op::implement(m);
-}
-TORCH_LIBRARY_IMPL(my_cuda_op, CUDA, m) {
-  my_cuda_op::implement(m);
+TORCH_LIBRARY(my_cuda_op, m) {
+  my_cuda_op::operators([&](const std::string& schema, auto* function, const char*) {
+    m.def(schema.c_str());
+    const auto name = schema.substr(0, schema.find('('));
+    m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::CPU, function));
+    m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::CUDA, function));
+    if (schema.find('!') == std::string::npos) return; // not in place
+    using torch::CppFunction;
+    const std::pair<c10::DispatchKey, CppFunction (*)()> boxed[] = {
+        {c10::DispatchKey::Autograd, CppFunction::makeFromBoxedFunction<&my_cuda_op::refuse_derivative>},
+        {c10::DispatchKey::ADInplaceOrView, CppFunction::makeFromBoxedFunction<&my_cuda_op::count_change>},
+        {c10::DispatchKey::Negative, CppFunction::makeFromBoxedFunction<&my_cuda_op::resolve_views>},
+        {c10::DispatchKey::Conjugate, CppFunction::makeFromBoxedFunction<&my_cuda_op::resolve_views>},
+    };
+    for (const auto& [key, make] : boxed) m.impl(name.c_str(), torch::dispatch(key, make()));
+  });
 }
 
-TORCH_LIBRARY_IMPL(my_cuda_op, Autograd, m) {
-  for (const char* name : {"scale_", "scale_.Tensor", "add_scalar_", "add_scalar_.Tensor", "relu_"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&my_cuda_op::refuse_derivative>());
-  }
-}
-TORCH_LIBRARY_IMPL(my_cuda_op, ADInplaceOrView, m) { // counts the change in the tensor's version
-  for (const char* name : {"scale_", "scale_.Tensor", "add_scalar_", "add_scalar_.Tensor", "relu_"}) {
-    m.impl(name, torch::autograd::autogradNotImplementedInplaceOrViewFallback());
-  }
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() =
+      "The operators of my_cuda_op, forward and backward, on CPU and CUDA. my_cuda_op.functional is what to call: "
+      "it explains itself, takes everything a number can be, and works under torch.compile.";
+  auto plain = m.def_submodule(
+      "plain", "The operators where nothing but the kernel is asked for; None, with nothing done, where more is");
+  std::set<std::string> names;
+  my_cuda_op::operators([&](const std::string& schema, auto* function, const char* doc) {
+    const auto name = my_cuda_op::operator_name(schema);
+    const auto short_name = name.name.substr(name.name.rfind(':') + 1);
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.name.c_str(), name.overload_name.c_str());
+    my_cuda_op::bind(m, plain, short_name.c_str(), op, doc, function);
+    names.insert(short_name);
+  });
+  for (const auto& name : names) plain.def(name.c_str(), [](const pybind11::args&) { return pybind11::none(); });
+
+  m.def(
+      "check_inplace",
+      [](const at::Tensor& tensor) { torch::autograd::check_inplace(tensor, c10::GradMode::is_enabled()); },
+      pybind11::arg("tensor"),
+      "Raises what an in-place operation of stock PyTorch would for a leaf, or a view, that must not change");
+  m.attr("__version__") = MY_CUDA_OP_VERSION;
+  m.attr("torch_version") = MY_CUDA_OP_TORCH_VERSION;
+#ifdef MY_CUDA_OP_CUDA_VERSION
+  m.attr("cuda_version") = MY_CUDA_OP_CUDA_VERSION;
+  m.attr("cuda_archs") = MY_CUDA_OP_CUDA_ARCHS;
+#else
+  m.attr("cuda_version") = "";
+  m.attr("cuda_archs") = "";
+#endif
 }

@@ -32,6 +32,7 @@ template <int kTensors, int kParameters = 0>
 struct Map {
   static constexpr bool is_sum = false;
   static constexpr int tensors = kTensors, parameters = kParameters;
+  static constexpr const char* parameter_names[] = {nullptr}; // an op with parameters names them
 };
 
 // An op that adds up, for each channel, what every element of it contributes.
@@ -43,7 +44,7 @@ struct Sum {
 
 // y = x * factor. Its derivative by x is Scale itself, with conj(factor): there is no kernel for it.
 struct Scale : Map<1, 1> {
-  static constexpr const char* name = "scale";
+  static constexpr const char *name = "scale", *parameter_names[] = {"factor"};
   template <class T>
   static constexpr bool takes = true;
 
@@ -53,7 +54,7 @@ struct Scale : Map<1, 1> {
   }
 };
 struct ScaleBackwardFactor : Sum<2> {
-  static constexpr const char* name = "scale_backward_factor";
+  static constexpr const char *name = "scale_backward_factor", *parameter_names[] = {"factor"};
   template <class T>
   static constexpr bool takes = std::is_floating_point_v<T> || is_complex<T>;
 
@@ -65,7 +66,7 @@ struct ScaleBackwardFactor : Sum<2> {
 
 // y = x + value. Its derivative by x is the identity: there is no kernel for it.
 struct AddScalar : Map<1, 1> {
-  static constexpr const char* name = "add_scalar";
+  static constexpr const char *name = "add_scalar", *parameter_names[] = {"value"};
   template <class T>
   static constexpr bool takes = !is_barebones<T>;
 
@@ -75,7 +76,7 @@ struct AddScalar : Map<1, 1> {
   }
 };
 struct AddScalarBackwardValue : Sum<1> {
-  static constexpr const char* name = "add_scalar_backward_value";
+  static constexpr const char *name = "add_scalar_backward_value", *parameter_names[] = {"value"};
   template <class T>
   static constexpr bool takes = ScaleBackwardFactor::takes<T>;
 
@@ -106,5 +107,11 @@ struct ReLUBackward : Map<2> {
     return y <= T(0) ? T(0) : grad;
   }
 };
+
+// What csrc/forward and csrc/backward compile, for each device.
+template <class... Ops>
+struct List {};
+using Forward = List<Scale, AddScalar, ReLU>;
+using Backward = List<ScaleBackwardFactor, AddScalarBackwardValue, ReLUBackward>;
 
 } // namespace my_cuda_op::ops

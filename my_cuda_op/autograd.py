@@ -20,19 +20,21 @@ _transforms_active = torch._C._are_functorch_transforms_active
 
 
 class Operator:
-    """An operator as Python calls it: its derivative, its kernels and its reference, and when which of them runs."""
+    """An operator as Python calls it: its derivative, its kernels and its reference, and when which of them runs.
 
-    def __init__(
-        self,
-        function: type[Function],
-        kernel: Callable[..., Tensor],
-        reference: Callable[..., Tensor],
-        kernel_: Callable[..., None] | None = None,
-    ) -> None:
-        self.function, self.kernel, self.reference, self.kernel_ = function, kernel, reference, kernel_
-        self.eager = _eager(function)
-        self.eager_ = _in_place(function, kernel_)
-        function.vmap = _vmap(reference)
+    Args:
+        name: of the dispatcher's operators, of the functions of ``_C`` and of the reference.
+        function: its derivative.
+        saves_input: does a derivative by a parameter need the input?
+    """
+
+    def __init__(self, name: str, function: type[Function], saves_input: bool = False) -> None:
+        self.name, self.function, self.saves_input = name, function, saves_input
+        self.kernel: Callable[..., Tensor] = getattr(_C, name)
+        self.kernel_: Callable[..., None] | None = getattr(_C, name + "_", None)  # in place
+        self.reference: Callable[..., Tensor] = getattr(reference, name)
+        self.eager, self.eager_ = _eager(function), _in_place(function, self.kernel_)
+        function.vmap = _vmap(self.reference)
 
     def __call__(self, *args: Any) -> Tensor:
         """The result, with its derivative recorded where one is needed."""
@@ -47,10 +49,12 @@ class Operator:
     def in_place(self, input: Tensor, *args: Any) -> Tensor:
         """The same in place: changes the input and returns it."""
         if is_compiling() or _transforms_active() or forward_ad._current_level >= 0 or _requires_grad(args):
-            output = self(input, *args)
+            # Where the derivative needs the old input stock PyTorch fails in backward; a copy costs memory, and works.
+            copy = self.saves_input and any(isinstance(arg, Tensor) for arg in args)
+            output = self(input.clone() if copy else input, *args)
             if not torch.can_cast(output.dtype, input.dtype):
                 raise RuntimeError(
-                    f"{self.kernel.__name__}_: the result type must be one that input's dtype {input.dtype} can hold, "
+                    f"{self.name}_: the result type must be one that input's dtype {input.dtype} can hold, "
                     f"got {output.dtype}"
                 )
             input.copy_(output)
@@ -69,37 +73,29 @@ def _requires_grad(args: tuple) -> bool:
 def _eager(function: type[Function]) -> type[Function]:
     """The same Function with the context in ``forward``: ``setup_context`` costs an inspect.signature a call."""
 
-    class Eager(function):
-        @staticmethod
-        def forward(ctx, *args):
-            output = function.forward(*args)
-            function.setup_context(ctx, args, output)
-            return output
+    def forward(ctx, *args):
+        output = function.forward(*args)
+        function.setup_context(ctx, args, output)
+        return output
 
-        setup_context = Function.setup_context
-
-    return _named_as(function, Eager)
+    return _derive(function, forward)
 
 
 def _in_place(function: type[Function], kernel_: Callable[..., None]) -> type[Function]:
     """The same Function, overwriting its input. For a derivative that does not need the old input."""
 
-    class InPlace(function):
-        @staticmethod
-        def forward(ctx, input, *args):
-            kernel_(input, *args)
-            ctx.mark_dirty(input)
-            function.setup_context(ctx, (input, *args), input)
-            return input
+    def forward(ctx, input, *args):
+        kernel_(input, *args)
+        ctx.mark_dirty(input)
+        function.setup_context(ctx, (input, *args), input)
+        return input
 
-        setup_context = Function.setup_context
-
-    return _named_as(function, InPlace)
+    return _derive(function, forward)
 
 
-def _named_as(function: type[Function], derived: type[Function]) -> type[Function]:
-    derived.__name__ = derived.__qualname__ = function.__name__  # what grad_fn, profilers and error messages show
-    return derived
+def _derive(function: type[Function], forward: Callable[..., Tensor]) -> type[Function]:
+    members = {"forward": staticmethod(forward), "setup_context": Function.setup_context, "__module__": __name__}
+    return type(function)(function.__name__, (function,), members)
 
 
 def _vmap(reference: Callable[..., Tensor]) -> staticmethod:
@@ -323,11 +319,11 @@ class ReLUBackward(Function):
         return torch.zeros_like(result) if grad_tangent is None else relu_backward(grad_tangent, result)
 
 
-scale = Operator(Scale, _C.scale, reference.scale, _C.scale_)
-scale_backward_factor = Operator(ScaleBackwardFactor, _C.scale_backward_factor, reference.scale_backward_factor)
-add_scalar = Operator(AddScalar, _C.add_scalar, reference.add_scalar, _C.add_scalar_)
-add_scalar_backward_value = Operator(
-    AddScalarBackwardValue, _C.add_scalar_backward_value, reference.add_scalar_backward_value
-)
-relu = Operator(ReLU, _C.relu, reference.relu, _C.relu_)
-relu_backward = Operator(ReLUBackward, _C.relu_backward, reference.relu_backward)
+scale = Operator("scale", Scale, saves_input=True)
+scale_backward_factor = Operator("scale_backward_factor", ScaleBackwardFactor)
+add_scalar = Operator("add_scalar", AddScalar)
+add_scalar_backward_value = Operator("add_scalar_backward_value", AddScalarBackwardValue)
+relu = Operator("relu", ReLU)
+relu_backward = Operator("relu_backward", ReLUBackward)
+
+OPERATORS = (scale, scale_backward_factor, add_scalar, add_scalar_backward_value, relu, relu_backward)

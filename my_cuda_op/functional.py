@@ -24,9 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 from my_cuda_op import autograd
+from my_cuda_op._C import plain  # the shortest way to a kernel; None where the call is not as simple as that
 
 Number = int | float | complex | bool
 Parameter = Tensor | Number
@@ -51,6 +53,8 @@ def scale(input: Tensor, factor: Parameter, *, dim: int = 1, inplace: bool = Fal
         RuntimeError: ``factor`` has another number of elements or is on another device; in place: the input is a leaf
             that requires grad, overlaps itself in memory, or cannot hold the result's dtype.
     """
+    if not inplace and not is_compiling() and (output := plain.scale(input, factor, dim)) is not None:
+        return output
     if has_torch_function((input, factor)):
         return handle_torch_function(scale, (input, factor), input, factor, dim=dim, inplace=inplace)
     run = autograd.scale.in_place if inplace else autograd.scale
@@ -71,6 +75,8 @@ def add_scalar(input: Tensor, value: Parameter, *, dim: int = 1, inplace: bool =
     Raises:
         TypeError, IndexError, RuntimeError: as :func:`scale`.
     """
+    if not inplace and not is_compiling() and (output := plain.add_scalar(input, value, dim)) is not None:
+        return output
     if has_torch_function((input, value)):
         return handle_torch_function(add_scalar, (input, value), input, value, dim=dim, inplace=inplace)
     run = autograd.add_scalar.in_place if inplace else autograd.add_scalar
@@ -90,6 +96,8 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
         TypeError: ``input`` is not a tensor.
         RuntimeError: ``input`` is complex or bool; in place: as :func:`scale`.
     """
+    if not inplace and not is_compiling() and (output := plain.relu(input)) is not None:
+        return output
     if has_torch_function_unary(input):
         return handle_torch_function(relu, (input,), input, inplace=inplace)
     run = autograd.relu.in_place if inplace else autograd.relu

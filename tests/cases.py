@@ -303,3 +303,8 @@ def _comparable(x):
     if x.is_complex():
         return torch.view_as_real(x)
     return x.to(torch.int64) if x.dtype in (torch.uint16, torch.uint32, torch.uint64) else x
+
+
+def short(error) -> str:
+    """One line for a table of failures."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

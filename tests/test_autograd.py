@@ -9,10 +9,14 @@ from forms import SHAPE, call, each_form, each_place, make_args, tensors
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
+import my_cuda_op
+
 F64, C128 = torch.float64, torch.complex128
 # (dtype of the input, dtype of a tensor parameter)
 each_dtype = pytest.mark.parametrize(
-    "dtypes", [(F64, F64), (C128, C128), (F64, C128), (C128, F64)], ids=["real", "complex", "real-complex", "complex-real"]
+    "dtypes",
+    [(F64, F64), (C128, C128), (F64, C128), (C128, F64)],
+    ids=["real", "complex", "real-complex", "complex-real"],
 )
 
 
@@ -78,8 +82,8 @@ def test_third_derivatives(op, kind, inplace, device):
 
 @each_form
 @each_place
-def test_forward_mode_of_forward_mode_is_an_error_or_right(op, kind, inplace, device):
-    # PyTorch has one level of dual numbers; torch.func nests them
+def test_forward_mode_of_forward_mode(op, kind, inplace, device):
+    # PyTorch switches forward mode off while it calls a Function's jvp: one of the two tangents is easily lost
     args = tensors(make_args(op, kind, device=device))
     rest = make_args(op, kind, device=device)[len(args) :]
 
@@ -110,9 +114,9 @@ def tangents(args):
 
 def per_sample(transform):
     """transform of each sample of the input; the parameters are shared."""
-    return lambda f, args: vmap(
-        lambda x, *p: transform(f, (x[None], *p)), in_dims=(0, *[None] * (len(args) - 1))
-    )(*args)
+    return lambda f, args: vmap(lambda x, *p: transform(f, (x[None], *p)), in_dims=(0, *[None] * (len(args) - 1)))(
+        *args
+    )
 
 
 TRANSFORMS = {
@@ -131,13 +135,14 @@ TRANSFORMS = {
     "vmap of grad": per_sample(lambda f, args: grad(total(f), every(args))(*args)),
     "vmap of jvp": per_sample(lambda f, args: jvp(f, args, tangents(args))),
     "vmap of hessian": per_sample(lambda f, args: hessian(total(f), every(args))(*args)),
-    "vmap of vmap": lambda f, args: vmap(per_sample(lambda f, a: f(*a)), (None, 0))(f, tuple(a[None] for a in args)),
-    "grad of vmap": lambda f, args: grad(lambda *a: per_sample(lambda f, b: total(f)(*b))(f, a).sum(), every(args))(*args),
+    "vmap of vmap": lambda f, args: vmap(lambda *a: vmap(lambda x: f(x[None], *a[1:]))(a[0]))(
+        *[torch.stack([a, -a]) for a in args]
+    ),
+    "grad of vmap": lambda f, args: grad(lambda *a: per_sample(lambda f, b: total(f)(*b))(f, a).sum(), every(args))(
+        *args
+    ),
     "vmap in chunks": lambda f, args: vmap(lambda x: f(x[None], *args[1:]), chunk_size=1)(args[0]),
 }
-TRANSFORMS["vmap of vmap"] = lambda f, args: vmap(lambda *a: vmap(lambda x: f(x, *a[1:]))(a[0]))(
-    *[torch.stack([a, -a]) if i else torch.stack([a[None], -a[None]]) for i, a in enumerate(args)]
-)
 
 
 @each_form
@@ -162,14 +167,19 @@ def slices(x, in_dim, size):
 def test_vmap_over_any_dimensions(op, kind, inplace, device):
     size, checked = 5, 0
     sample = make_args(op, kind, device=device)
-    choices = [[None, 0, 1, -1] if a is sample[0] else [None, 0, -1] if isinstance(a, torch.Tensor) else [None] for a in sample]
+    choices = [
+        [None, 0, 1, -1] if a is sample[0] else [None, 0, -1] if isinstance(a, torch.Tensor) else [None] for a in sample
+    ]
     for in_dims in itertools.product(*choices):
         if all(d is None for d in in_dims) or (inplace and in_dims[0] is None):
             continue  # nothing to do; or an unbatched tensor would have to hold a batch
         args = [
-            a if d is None else data((size, *a.shape), a.dtype, device).movedim(0, d) for a, d in zip(sample, in_dims, strict=True)
+            a if d is None else data((size, *a.shape), a.dtype, device).movedim(0, d)
+            for a, d in zip(sample, in_dims, strict=True)
         ]
-        expected = torch.stack([op.expected(*each) for each in zip(*map(slices, args, in_dims, [size] * 9), strict=True)])
+        expected = torch.stack(
+            [op.expected(*each) for each in zip(*map(slices, args, in_dims, [size] * 9), strict=True)]
+        )
         torch.testing.assert_close(vmap(call(op, inplace), in_dims)(*args), expected)
         torch.testing.assert_close(vmap(op, in_dims, out_dims=-1)(*args), expected.movedim(0, -1))
         checked += 1
@@ -201,7 +211,7 @@ def test_per_sample_gradients_of_a_layer(op, kind, device):
     class Layer(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.before = torch.nn.Linear(4, 4, dtype=F64, device=device)
+            self.before = torch.nn.Linear(SHAPE[-1], SHAPE[-1], dtype=F64, device=device)
             _, *parameters = make_args(op, kind, device=device)
             self.parameters_of_op = torch.nn.ParameterList(p for p in tensors(parameters))
             self.numbers = [p for p in parameters if not isinstance(p, torch.Tensor)]
@@ -235,27 +245,28 @@ def test_dual_numbers_beside_requires_grad(op, kind, inplace, only, device):
         with forward_ad.dual_level():
             dual = [forward_ad.make_dual(a, tangent) if i == only else a for i, a in enumerate(args)]
             primal, result_tangent = forward_ad.unpack_dual(f(*dual))
-            return primal, result_tangent, torch.autograd.grad(primal.pow(2).sum(), tensors(args))
+            total = primal.pow(2).sum() + result_tangent.pow(2).sum()
+            return primal, result_tangent, torch.autograd.grad(total, tensors(args))
 
     torch.testing.assert_close(run(call(op, inplace)), run(op.expected))
 
 
 @each_form
 @each_place
-def test_a_saved_tensor_that_was_changed_is_an_error(op, kind, inplace, device):
+def test_a_change_of_what_was_saved_is_an_error(op, kind, inplace, device):
     args = make_args(op, kind, device=device, requires_grad=True)
-    x = args[0].clone()
-    args[0] = x
-    output = op(*args, inplace=inplace)
+    x, target = args[0].clone(), torch.autograd.grad(op.expected(*args).sum(), tensors(args))
+    output = op(x, *args[1:], inplace=inplace)
     with torch.no_grad():
-        output.mul_(2)
-        x.mul_(2)
-    saves = op.name == "relu" or (op.name == "scale" and kind != "float")
-    if not saves:
-        output.sum().backward()  # nothing was saved that could have changed
+        for changed in {output, x}:
+            my_cuda_op.scale_(changed, -1.0)
+    try:
+        output.sum().backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        assert not (inplace and op.parameters)  # what these need is the input as it was
     else:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            output.sum().backward()
+        torch.testing.assert_close(tuple(a.grad for a in tensors(args)), target)
 
 
 @each_form
@@ -280,13 +291,11 @@ def test_grad_fn_is_named_after_the_op(op, kind, inplace, device):
 
 @each_form
 def test_in_place_on_a_view_changes_the_history_of_its_base(op, kind, device):
-    def run(f, inplace):
-        args = make_args(op, kind, device=device, requires_grad=True)
-        base = args[0].clone().repeat(2, 1, 1)
-        f(base[2:], *args[1:], inplace=inplace)
+    args = make_args(op, kind, device=device, requires_grad=True)
+
+    def run(f):
+        base = args[0].repeat(2, 1, 1)
+        f(base[2:], *args[1:], inplace=True)
         return base, torch.autograd.grad(base.pow(2).sum(), tensors(args))
 
-    torch.manual_seed(1)
-    ours = run(op, True)
-    torch.manual_seed(1)
-    torch.testing.assert_close(ours, run(op.stock, True))
+    torch.testing.assert_close(run(op), run(op.stock))

@@ -1,8 +1,7 @@
-#include "backward/table.h"
 #include "elementwise_cpu.h"
 
 namespace my_cuda_op {
 
-static const bool registered = register_kernels<cpu::Launcher>(c10::kCPU, BackwardOps{});
+static const bool registered = register_kernels<cpu::Launcher>(c10::kCPU, ops::Backward{});
 
 } // namespace my_cuda_op

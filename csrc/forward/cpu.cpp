@@ -1,8 +1,7 @@
 #include "elementwise_cpu.h"
-#include "forward/table.h"
 
 namespace my_cuda_op {
 
-static const bool registered = register_kernels<cpu::Launcher>(c10::kCPU, ForwardOps{});
+static const bool registered = register_kernels<cpu::Launcher>(c10::kCPU, ops::Forward{});
 
 } // namespace my_cuda_op

@@ -1,8 +1,7 @@
 #include "elementwise.cuh"
-#include "forward/table.h"
 
 namespace my_cuda_op {
 
-static const bool registered = register_kernels<cuda::Launcher>(c10::kCUDA, ForwardOps{});
+static const bool registered = register_kernels<cuda::Launcher>(c10::kCUDA, ops::Forward{});
 
 } // namespace my_cuda_op

@@ -1,0 +1,123 @@
+#pragma once
+// How an operator of the dispatcher becomes a pybind11 function. library.cpp says which.
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <pybind11/complex.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h> // torch/extension.h takes three times as long to compile
+
+#include <complex>
+#include <tuple>
+#include <type_traits>
+#include <variant>
+
+namespace my_cuda_op {
+
+inline bool needs_derivative(const at::Tensor& tensor) {
+  return (c10::GradMode::is_enabled() && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined();
+}
+template <class T>
+bool needs_derivative(const T&) {
+  return false;
+}
+
+// By torch.func, whose transforms stack levels of their own.
+inline bool is_transformed() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+// A tensor for which nothing but the kernel is asked for: no subclass or mode that wants to see the call, no transform,
+// no derivative.
+struct PlainTensor {
+  at::Tensor tensor;
+};
+inline bool is_plain(PyObject* object) {
+  return THPVariable_CheckExact(object) && !at::impl::torch_function_mode_enabled() && !is_transformed() &&
+         !needs_derivative(THPVariable_Unpack(object));
+}
+
+// How Python gives an argument of a schema, and how it is passed on. (at::Scalar does not load from Python.)
+using Number = std::variant<bool, int64_t, double, std::complex<double>>;
+template <class Argument>
+using FromPython = std::conditional_t<std::is_same_v<Argument, const at::Scalar&>, Number, Argument>;
+template <class Argument>
+using FromPythonPlain =
+    std::conditional_t<std::is_same_v<Argument, const at::Tensor&>, PlainTensor, FromPython<Argument>>;
+
+template <class T>
+at::Scalar to_scalar(T number) {
+  if constexpr (std::is_same_v<T, std::complex<double>>) {
+    return c10::complex<double>(number);
+  } else {
+    return number;
+  }
+}
+template <class Given>
+decltype(auto) pass(Given& given) {
+  if constexpr (std::is_same_v<Given, PlainTensor>) {
+    return static_cast<const at::Tensor&>(given.tensor);
+  } else if constexpr (std::is_same_v<Given, Number>) {
+    return std::visit([](auto number) { return to_scalar(number); }, given);
+  } else {
+    return (given);
+  }
+}
+
+// The name, and for a dim its default, as the schema has them.
+template <class Argument>
+auto named(const c10::Argument& argument) {
+  if constexpr (std::is_same_v<Argument, int64_t>) {
+    return pybind11::arg(argument.name().c_str()) = argument.default_value()->toInt();
+  } else {
+    return pybind11::arg(argument.name().c_str());
+  }
+}
+
+// Defines the operator in the module, and in `plain`: there a call that is for nothing but the kernel takes the
+// shortest way. Every call goes through the dispatcher, and so is right for fake, batched, dual and conjugate tensors.
+template <class Result, class... Arguments>
+void bind(
+    pybind11::module_& module,
+    pybind11::module_& plain,
+    const char* name,
+    const c10::OperatorHandle& op,
+    const char* doc,
+    Result (*)(Arguments...)) {
+  const auto handle = op.typed<Result(Arguments...)>();
+  auto argument = op.schema().arguments().begin(); // braces, unlike a call's parentheses, fix the order of evaluation
+  const std::tuple arguments{named<Arguments>(*argument++)...};
+  const pybind11::call_guard<pybind11::gil_scoped_release> no_gil;
+  const auto call = [handle](FromPython<Arguments>... given) -> Result {
+    if (is_transformed() || (needs_derivative(given) || ...)) return handle.call(pass(given)...);
+    const at::AutoDispatchBelowAutograd guard; // autograd's kernel is Python, and there is nothing to record
+    return handle.call(pass(given)...);
+  };
+  std::apply([&](const auto&... named) { module.def(name, call, no_gil, named..., doc); }, arguments);
+  if constexpr (!std::is_void_v<Result>) {
+    plain.def(
+        name,
+        [handle](FromPythonPlain<Arguments>... given) -> Result {
+          const at::AutoDispatchBelowAutograd guard;
+          return handle.call(pass(given)...);
+        },
+        no_gil);
+  }
+}
+
+} // namespace my_cuda_op
+
+template <>
+struct pybind11::detail::type_caster<my_cuda_op::PlainTensor> {
+  PYBIND11_TYPE_CASTER(my_cuda_op::PlainTensor, const_name("torch.Tensor"));
+  bool load(handle source, bool) {
+    if (!my_cuda_op::is_plain(source.ptr())) return false;
+    value.tensor = THPVariable_Unpack(source.ptr());
+    return true;
+  }
+};
