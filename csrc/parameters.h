@@ -12,6 +12,12 @@ namespace my_cuda_op {
 // A number; or a tensor of one element, or with one for each channel (the input's dimension `dim`).
 using Parameter = std::variant<at::Tensor, at::Scalar>;
 
+// The dtype in which a result of this dtype is computed. (at::toOpMathType of torch 2.11 throws for uint16.)
+inline at::ScalarType compute_type(at::ScalarType dtype) {
+  if (dtype == at::kHalf || dtype == at::kBFloat16) return at::kFloat;
+  return dtype == at::kComplexHalf ? at::kComplexFloat : dtype;
+}
+
 // torch.result_type(input, parameter as a number or a 0-d tensor): a parameter never widens a floating-point input.
 inline at::ScalarType result_type(const at::Tensor& input, const Parameter& parameter) {
   if (const auto* number = std::get_if<at::Scalar>(&parameter)) return at::result_type(input, *number);

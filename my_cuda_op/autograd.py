@@ -41,7 +41,7 @@ class Operator:
         if is_compiling():  # Inductor fuses the reference with its neighbours; Dynamo refuses a Function with a jvp
             return self.reference(*args)
         if _transforms_active():
-            return self.function.apply(*args)
+            return self.reference(*args) if _is_nested_jvp() else self.function.apply(*args)
         if forward_ad._current_level >= 0 or _requires_grad(args):
             return self.eager.apply(*args)
         return self.kernel(*args)
@@ -52,7 +52,7 @@ class Operator:
             # Where the derivative needs the old input stock PyTorch fails in backward; a copy costs memory, and works.
             copy = self.saves_input and any(isinstance(arg, Tensor) for arg in args)
             output = self(input.clone() if copy else input, *args)
-            if not torch.can_cast(output.dtype, input.dtype):
+            if not reference.can_cast(output.dtype, input.dtype):
                 raise RuntimeError(
                     f"{self.name}_: the result type must be one that input's dtype {input.dtype} can hold, "
                     f"got {output.dtype}"
@@ -64,6 +64,12 @@ class Operator:
         else:
             self.kernel_(input, *args)
         return input
+
+
+def _is_nested_jvp() -> bool:
+    """Is forward mode inside forward mode? There a Function's jvp sees what it saved without the outer tangents."""
+    levels = torch._C._functorch.get_interpreter_stack()
+    return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1
 
 
 def _requires_grad(args: tuple) -> bool:

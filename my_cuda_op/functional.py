@@ -58,7 +58,7 @@ def scale(input: Tensor, factor: Parameter, *, dim: int = 1, inplace: bool = Fal
     if has_torch_function((input, factor)):
         return handle_torch_function(scale, (input, factor), input, factor, dim=dim, inplace=inplace)
     run = autograd.scale.in_place if inplace else autograd.scale
-    return run(_tensor("scale", input), _parameter("scale", "factor", factor), dim)
+    return run(_tensor("scale", input), check_parameter("scale", "factor", factor), dim)
 
 
 def add_scalar(input: Tensor, value: Parameter, *, dim: int = 1, inplace: bool = False) -> Tensor:
@@ -80,7 +80,7 @@ def add_scalar(input: Tensor, value: Parameter, *, dim: int = 1, inplace: bool =
     if has_torch_function((input, value)):
         return handle_torch_function(add_scalar, (input, value), input, value, dim=dim, inplace=inplace)
     run = autograd.add_scalar.in_place if inplace else autograd.add_scalar
-    return run(_tensor("add_scalar", input), _parameter("add_scalar", "value", value), dim)
+    return run(_tensor("add_scalar", input), check_parameter("add_scalar", "value", value), dim)
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -128,7 +128,8 @@ def _tensor(op: str, input: Any) -> Tensor:
 _NUMBERS = (Tensor, float, int, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def _parameter(op: str, name: str, parameter: Any) -> Parameter:
+def check_parameter(op: str, name: str, parameter: Any) -> Parameter:
+    """The parameter as a tensor or a Python number; TypeError for anything else."""
     if isinstance(parameter, int) and not -(2**63) <= parameter < 2**63:
         raise OverflowError(f"{op}: {name} must fit into 64 bits, got {parameter}")
     if isinstance(parameter, _NUMBERS):

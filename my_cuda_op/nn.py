@@ -37,6 +37,10 @@ class _WithParameter(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        name = type(self).__name__
+        initial = F.check_parameter(name, self.argument, initial)
+        if num_channels is not None and num_channels < 1:
+            raise ValueError(f"{name}: num_channels must be at least 1, got {num_channels}")
         self.num_channels, self.dim, self.inplace = num_channels, dim, inplace
         self.learnable = num_channels is not None if learnable is None else learnable
         self.initial = None if isinstance(initial, Tensor) else initial
@@ -45,7 +49,7 @@ class _WithParameter(nn.Module):
             if held.dim() != 1 or num_channels not in (None, held.numel()):
                 expected = f"({num_channels},)" if num_channels else "(), (1,) or (C,)"
                 raise ValueError(
-                    f"{type(self).__name__}: {self.argument} must have shape {expected}, got {tuple(initial.shape)}"
+                    f"{name}: {self.argument} must have shape {expected}, got {tuple(initial.shape)}"
                 )
         elif self.learnable or num_channels is not None:
             held = torch.full((num_channels or 1,), initial, device=device, dtype=dtype or torch.get_default_dtype())

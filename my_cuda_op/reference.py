@@ -29,6 +29,15 @@ def result_type(input: Tensor, parameter: Tensor | Number) -> torch.dtype:
     return (torch.empty([0] * input.dim(), dtype=input.dtype, device="meta") * parameter).dtype
 
 
+def can_cast(source: torch.dtype, target: torch.dtype) -> bool:
+    """``torch.can_cast``, which Dynamo does not trace: may an operator in place store its result in the input?"""
+    if source.is_complex:
+        return target.is_complex
+    if source.is_floating_point:
+        return target.is_floating_point or target.is_complex
+    return source == torch.bool or target != torch.bool
+
+
 def compute_type(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a result of this dtype is computed."""
     return _COMPUTE_DTYPES.get(dtype, dtype)

@@ -289,10 +289,10 @@ def assert_same(actual, expected, *, strides=None, rtol=0.0, atol=0.0, signed_ze
     same = (actual == expected) | ((actual != actual) & (expected != expected))
     if signed_zero and actual.is_floating_point():
         same &= (torch.signbit(actual) == torch.signbit(expected)) | (actual != actual)
-    wrong = (~same).nonzero().tolist()
+    wrong = (~same).flatten().nonzero().flatten().tolist()  # flat: on CUDA nonzero takes 25 dimensions at most
     assert not wrong, (
-        f"{len(wrong)} of {same.numel()} elements differ, first at {wrong[0]}: "
-        f"got {actual[tuple(wrong[0])].item()!r}, expected {expected[tuple(wrong[0])].item()!r}"
+        f"{len(wrong)} of {same.numel()} elements differ, first the one at {wrong[0]} of shape {tuple(same.shape)}: "
+        f"got {actual.flatten()[wrong[0]].item()!r}, expected {expected.flatten()[wrong[0]].item()!r}"
     )
 
 

@@ -228,7 +228,8 @@ def dual(f, a):
 TRANSFORMS = {
     "grad": lambda f, a: grad(total(f), every(a))(*a),
     "jvp": lambda f, a: jvp(f, a, flipped(a)),
-    "hessian": lambda f, a: hessian(total(f), every(a))(*a),
+    # one argument at a time: torch 2.11 compiles no hessian of two arguments, of stock functions neither
+    "hessian": lambda f, a: [hessian(total(f), i)(*a) for i in every(a)],
     "vmap": lambda f, a: vmap(lambda x: f(x[None], *a[1:]))(a[0]),
     "vmap of grad": lambda f, a: vmap(lambda x: grad(total(f), every(a))(x[None], *a[1:]))(a[0]),
     "dual": dual,

@@ -1,7 +1,6 @@
 #pragma once
 // The backward operators on tensors: gradients of parameters, for any Sum, and relu_backward.
 
-#include <ATen/OpMathType.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/real.h>
@@ -34,7 +33,7 @@ at::Tensor sum_like(const std::array<at::Tensor, Op::tensors>& tensors, const at
   const int64_t channel = channel_dim(Op::name, grad, Op::parameter_names[0], parameter, dim);
   Rows rows{};
   rows.count = std::clamp<int64_t>(grad.numel() / std::max<int64_t>(channels, 1) / kShare, 1, kMaxRows);
-  const at::Tensor sums = at::zeros({rows.count, channels}, grad.options().dtype(at::toOpMathType(grad.scalar_type())));
+  const at::Tensor sums = at::zeros({rows.count, channels}, grad.options().dtype(compute_type(grad.scalar_type())));
   rows.bytes = sums.stride(0) * sums.element_size();
 
   at::TensorIteratorConfig config;

@@ -2,7 +2,6 @@
 // The forward operators on tensors, for any Map: with or without a parameter, in a new tensor or in place.
 
 #include <ATen/MemoryOverlap.h>
-#include <ATen/OpMathType.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/promote_types.h>
@@ -42,8 +41,8 @@ at::Tensor map(
         numbers[p] = tensor.item();
       } else {
         // The kernels read a parameter in the result's type or in the compute type, where it loses nothing.
-        config.add_owned_const_input(broadcast(
-            tensor.scalar_type() == dtype ? tensor : tensor.to(at::toOpMathType(dtype)), input.dim(), channel));
+        config.add_owned_const_input(
+            broadcast(tensor.scalar_type() == dtype ? tensor : tensor.to(compute_type(dtype)), input.dim(), channel));
       }
     }
     any_number |= numbers[p].has_value();
@@ -68,9 +67,9 @@ inline at::ScalarType result_type(const at::Tensor& input, at::ArrayRef<Paramete
 
 template <class Op>
 at::Tensor map(const at::Tensor& input, at::ArrayRef<Parameter> parameters = {}, int64_t dim = 0) {
-  const auto dtype = result_type(input, parameters), compute_dtype = at::toOpMathType(dtype);
-  if (compute_dtype != dtype && at::isIntegralType(input.scalar_type(), /*includeBool=*/true)) {
-    return map<Op>(compute_dtype, {}, input, parameters, dim).to(dtype); // float16 may not hold the integers themselves
+  const auto dtype = result_type(input, parameters), computed = compute_type(dtype);
+  if (computed != dtype && at::isIntegralType(input.scalar_type(), /*includeBool=*/true)) {
+    return map<Op>(computed, {}, input, parameters, dim).to(dtype); // float16 may not hold the integers themselves
   }
   return map<Op>(dtype, {}, input, parameters, dim);
 }
