@@ -52,12 +52,7 @@ class Operator:
             # Where the derivative needs the old input stock PyTorch fails in backward; a copy costs memory, and works.
             copy = self.saves_input and any(isinstance(arg, Tensor) for arg in args)
             output = self(input.clone() if copy else input, *args)
-            if not reference.can_cast(output.dtype, input.dtype):
-                raise RuntimeError(
-                    f"{self.name}_: the result type must be one that input's dtype {input.dtype} can hold, "
-                    f"got {output.dtype}"
-                )
-            input.copy_(output)
+            reference.store(self.name, input, output)
         elif _requires_grad((input,)):
             _C.check_inplace(input)  # before anything changes: mark_dirty would check afterwards
             self.eager_.apply(input, *args)

@@ -6,6 +6,7 @@ import torch
 from torch.library import impl, register_autograd, register_fake, register_vmap
 
 from my_cuda_op.autograd import OPERATORS
+from my_cuda_op.reference import store
 
 
 def _overloads(name: str) -> list[str]:
@@ -13,9 +14,9 @@ def _overloads(name: str) -> list[str]:
     return [f"my_cuda_op::{name}.{overload}".removesuffix(".default") for overload in overloads]
 
 
-def _in_place(reference):
+def _in_place(operator):
     def run(input, *args, **kwargs):
-        input.copy_(reference(input, *args, **kwargs))
+        store(operator.name, input, operator.reference(input, *args, **kwargs))
 
     return run
 
@@ -28,5 +29,5 @@ for operator in OPERATORS:
         register_vmap(op, operator.function.vmap)
     if operator.kernel_ is not None:
         for op in _overloads(operator.name + "_"):
-            impl(op, "default", _in_place(operator.reference))
-            register_fake(op, _in_place(operator.reference))
+            impl(op, "default", _in_place(operator))
+            register_fake(op, _in_place(operator))

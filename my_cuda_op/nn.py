@@ -48,9 +48,7 @@ class _WithParameter(nn.Module):
             held = torch.atleast_1d(initial.detach().clone().to(device=device, dtype=dtype))
             if held.dim() != 1 or num_channels not in (None, held.numel()):
                 expected = f"({num_channels},)" if num_channels else "(), (1,) or (C,)"
-                raise ValueError(
-                    f"{name}: {self.argument} must have shape {expected}, got {tuple(initial.shape)}"
-                )
+                raise ValueError(f"{name}: {self.argument} must have shape {expected}, got {tuple(initial.shape)}")
         elif self.learnable or num_channels is not None:
             held = torch.full((num_channels or 1,), initial, device=device, dtype=dtype or torch.get_default_dtype())
         else:

@@ -228,6 +228,12 @@ def differentiable(op):
     return [i for i, a in enumerate(arguments) if str(a.type) == "Tensor" and not constant(a.name)]
 
 
+RAW_TRANSFORMS = pytest.mark.xfail(
+    reason="torch.library's autograd formula has no forward mode and no function transforms; my_cuda_op.functional has",
+)
+
+
+@RAW_TRANSFORMS
 @each_overload
 @each_caller
 def test_dual_numbers(op, caller, device):
@@ -246,6 +252,7 @@ def test_dual_numbers(op, caller, device):
             torch.testing.assert_close(run(caller(op)), run(lambda *args: expected(op, *args)))
 
 
+@RAW_TRANSFORMS
 @each_overload
 @each_caller
 def test_function_transforms(op, caller, device):
@@ -309,3 +316,12 @@ def test_meta_tensors(op, caller):
     actual, target = result(op, args, caller(op)), expected(op, *make_args(op))
     assert actual.is_meta
     assert (actual.shape, actual.dtype, actual.stride()) == (target.shape, target.dtype, target.stride())
+
+
+@pytest.mark.parametrize("op", [op for op in OVERLOADS if in_place(op) and len(op._schema.arguments) > 1], ids=str)
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_in_place_refuses_a_result_that_the_input_cannot_hold(op, where):
+    args = make_args(op, device=where)
+    for call in (op, twin(op)):
+        with pytest.raises(RuntimeError, match=r"(Long|int64) can hold"):
+            call(args[0].long(), *args[1:])
