@@ -1,7 +1,7 @@
 """The derivatives: one ``torch.autograd.Function`` for each operator, and nowhere else a derivative.
 
 ``backward`` and ``jvp`` are written with differentiable operators, so derivatives of every order follow. The operators
-in the dispatcher borrow the same methods (see library.py).
+in the dispatcher run the same Functions (see library.py).
 """
 
 from __future__ import annotations
@@ -49,16 +49,25 @@ class Operator:
     def in_place(self, input: Tensor, *args: Any) -> Tensor:
         """The same in place: changes the input and returns it."""
         if is_compiling() or _transforms_active() or forward_ad._current_level >= 0 or _requires_grad(args):
-            # Where the derivative needs the old input stock PyTorch fails in backward; a copy costs memory, and works.
-            copy = self.saves_input and any(isinstance(arg, Tensor) for arg in args)
-            output = self(input.clone() if copy else input, *args)
-            reference.store(self.name, input, output)
+            self.assign(self, input, *args)
         elif _requires_grad((input,)):
             _C.check_inplace(input)  # before anything changes: mark_dirty would check afterwards
             self.eager_.apply(input, *args)
         else:
             self.kernel_(input, *args)
         return input
+
+    def assign(self, function: Callable[..., Tensor], input: Tensor, *args: Any) -> None:
+        """``input.copy_(function(input, *args))``, where function is this operator or its reference."""
+        # Where the derivative needs the old input stock PyTorch fails in backward; a copy costs memory, and works.
+        copy = self.saves_input and any(isinstance(arg, Tensor) for arg in args)
+        output = function(input.clone() if copy else input, *args)
+        if not reference.can_cast(output.dtype, input.dtype):
+            raise RuntimeError(
+                f"{self.name}_: the result type must be one that input's dtype {input.dtype} can hold, "
+                f"got {output.dtype}"
+            )
+        input.copy_(output)
 
 
 def _is_nested_jvp() -> bool:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-from torch.library import impl, register_autograd, register_fake, register_vmap
+from torch.library import impl, register_fake
 
 from my_cuda_op.autograd import OPERATORS
-from my_cuda_op.reference import store
+
+# Where torch.func's transforms take a call, before they split it up by level. There the reference runs, whose
+# derivatives and batches are PyTorch's own.
+TRANSFORMS = "FuncTorchDynamicLayerFrontMode"
 
 
 def _overloads(name: str) -> list[str]:
@@ -14,20 +19,20 @@ def _overloads(name: str) -> list[str]:
     return [f"my_cuda_op::{name}.{overload}".removesuffix(".default") for overload in overloads]
 
 
-def _in_place(operator):
-    def run(input, *args, **kwargs):
-        store(operator.name, input, operator.reference(input, *args, **kwargs))
-
-    return run
+def _with_defaults(function, reference):
+    """The dispatcher leaves out trailing arguments that have their default; a Function wants them all."""
+    count, defaults = reference.__code__.co_argcount, reference.__defaults__ or ()
+    return lambda *args: function(*args, *defaults[len(defaults) - count + len(args) :])
 
 
 for operator in OPERATORS:
     for op in _overloads(operator.name):
-        impl(op, "default", operator.reference)  # on devices without kernels
+        impl(op, ["default", TRANSFORMS], operator.reference)  # "default": on devices without kernels
         register_fake(op, operator.reference)
-        register_autograd(op, operator.function.backward, setup_context=operator.function.setup_context)
-        register_vmap(op, operator.function.vmap)
+        # Not register_autograd, which knows no jvp and so would silently drop the tangent of a dual number.
+        impl(op, "Autograd", _with_defaults(operator.eager.apply, operator.reference))
     if operator.kernel_ is not None:
         for op in _overloads(operator.name + "_"):
-            impl(op, "default", _in_place(operator))
-            register_fake(op, _in_place(operator))
+            in_place = partial(operator.assign, operator.reference)
+            impl(op, ["default", TRANSFORMS], in_place)
+            register_fake(op, in_place)

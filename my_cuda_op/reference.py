@@ -29,17 +29,8 @@ def result_type(input: Tensor, parameter: Tensor | Number) -> torch.dtype:
     return (torch.empty([0] * input.dim(), dtype=input.dtype, device="meta") * parameter).dtype
 
 
-def store(op: str, input: Tensor, output: Tensor) -> None:
-    """The last step of an operator in place: the output into the input, if that can hold it."""
-    if not can_cast(output.dtype, input.dtype):
-        raise RuntimeError(
-            f"{op}_: the result type must be one that input's dtype {input.dtype} can hold, got {output.dtype}"
-        )
-    input.copy_(output)
-
-
 def can_cast(source: torch.dtype, target: torch.dtype) -> bool:
-    """``torch.can_cast``, which Dynamo does not trace."""
+    """``torch.can_cast``, which Dynamo does not trace: may an operator in place store its result in the input?"""
     if source.is_complex:
         return target.is_complex
     if source.is_floating_point:

@@ -250,7 +250,6 @@ def test_transforms_inside(op, kind, inplace, device):
     torch.testing.assert_close(compiled(run(call(op, inplace)))(*given), run(op.expected)(*given))
 
 
-@pytest.mark.xfail(reason="torch.library's autograd formula has no function transforms; my_cuda_op.functional has")
 def test_transforms_of_dispatcher_ops_inside(device):
     ops, x, w = torch.ops.my_cuda_op, data((2, 3), torch.float64, device), data((3,), torch.float64, device)
     for f, stock in [

@@ -228,12 +228,6 @@ def differentiable(op):
     return [i for i, a in enumerate(arguments) if str(a.type) == "Tensor" and not constant(a.name)]
 
 
-RAW_TRANSFORMS = pytest.mark.xfail(
-    reason="torch.library's autograd formula has no forward mode and no function transforms; my_cuda_op.functional has",
-)
-
-
-@RAW_TRANSFORMS
 @each_overload
 @each_caller
 def test_dual_numbers(op, caller, device):
@@ -252,7 +246,6 @@ def test_dual_numbers(op, caller, device):
             torch.testing.assert_close(run(caller(op)), run(lambda *args: expected(op, *args)))
 
 
-@RAW_TRANSFORMS
 @each_overload
 @each_caller
 def test_function_transforms(op, caller, device):
