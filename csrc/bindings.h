@@ -7,15 +7,12 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <pybind11/complex.h>
-#include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h> // torch/extension.h takes three times as long to compile
 
-#include <complex>
 #include <tuple>
 #include <type_traits>
-#include <variant>
+#include <utility>
 
 namespace my_cuda_op {
 
@@ -42,30 +39,27 @@ inline bool is_plain(PyObject* object) {
          !needs_derivative(THPVariable_Unpack(object));
 }
 
-// How Python gives an argument of a schema, and how it is passed on. (at::Scalar does not load from Python.)
-using Number = std::variant<bool, int64_t, double, std::complex<double>>;
+// A Python number. (at::Scalar does not load from Python; and pybind11's own double takes whatever has a __float__,
+// among it an integer that is too large, for which stock PyTorch raises.)
+struct Number {
+  at::Scalar value;
+};
+
+// How Python gives an argument of a schema, and how it is passed on.
 template <class Argument>
 using FromPython = std::conditional_t<std::is_same_v<Argument, const at::Scalar&>, Number, Argument>;
 template <class Argument>
 using FromPythonPlain =
     std::conditional_t<std::is_same_v<Argument, const at::Tensor&>, PlainTensor, FromPython<Argument>>;
 
-template <class T>
-at::Scalar to_scalar(T number) {
-  if constexpr (std::is_same_v<T, std::complex<double>>) {
-    return c10::complex<double>(number);
-  } else {
-    return number;
-  }
-}
 template <class Given>
-decltype(auto) pass(Given& given) {
+auto& pass(Given& given) {
   if constexpr (std::is_same_v<Given, PlainTensor>) {
-    return static_cast<const at::Tensor&>(given.tensor);
+    return std::as_const(given.tensor);
   } else if constexpr (std::is_same_v<Given, Number>) {
-    return std::visit([](auto number) { return to_scalar(number); }, given);
+    return given.value;
   } else {
-    return (given);
+    return given;
   }
 }
 
@@ -118,6 +112,28 @@ struct pybind11::detail::type_caster<my_cuda_op::PlainTensor> {
   bool load(handle source, bool) {
     if (!my_cuda_op::is_plain(source.ptr())) return false;
     value.tensor = THPVariable_Unpack(source.ptr());
+    return true;
+  }
+};
+
+template <>
+struct pybind11::detail::type_caster<my_cuda_op::Number> {
+  PYBIND11_TYPE_CASTER(my_cuda_op::Number, const_name("Number"));
+  bool load(handle source, bool) {
+    PyObject* object = source.ptr();
+    if (PyBool_Check(object)) {
+      value.value = object == Py_True;
+    } else if (PyLong_Check(object)) {
+      int overflow = 0;
+      value.value = static_cast<int64_t>(PyLong_AsLongLongAndOverflow(object, &overflow));
+      return overflow == 0;
+    } else if (PyFloat_Check(object)) {
+      value.value = PyFloat_AS_DOUBLE(object);
+    } else if (PyComplex_Check(object)) {
+      value.value = c10::complex<double>(PyComplex_RealAsDouble(object), PyComplex_ImagAsDouble(object));
+    } else {
+      return false;
+    }
     return true;
   }
 };

@@ -82,14 +82,17 @@ def as_channels(parameter, input, dim):
     return parameter.view([-1 if d == dim % input.dim() else 1 for d in range(input.dim())])
 
 
+# What torch 2.14 makes of bfloat16 and a complex number: a dtype in which it computes nothing yet.
+BCOMPLEX32 = getattr(torch, "bcomplex32", None)
+
 _OPS = [
-    Op("scale", ("factor",), lambda x, w: x * w, lambda x, w: x.mul_(w), lambda dtype: True),
+    Op("scale", ("factor",), lambda x, w: x * w, lambda x, w: x.mul_(w), lambda dtype: dtype != BCOMPLEX32),
     Op(
         "add_scalar",
         ("value",),
         lambda x, b: x + b,
         lambda x, b: x.add_(b),
-        lambda dtype: dtype not in (torch.uint16, torch.uint32, torch.uint64),
+        lambda dtype: dtype not in (torch.uint16, torch.uint32, torch.uint64, BCOMPLEX32),
     ),
     Op(
         "relu",

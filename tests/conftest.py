@@ -78,28 +78,3 @@ def needs_memory(cuda):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-
-
-# Known gaps on torch 2.14, which computes bfloat16 with complex numbers in a dtype of its own (BComplex32) that has no
-# kernel here yet, and raises another class for an integer beyond 64 bits.
-GAPS_OF_2_14 = (
-    "test_every_input_and_parameter[cpu-scale-torch.bfloat16]",
-    "test_every_input_and_parameter[cpu-add_scalar-torch.bfloat16]",
-    "test_every_layout_and_parameter[cpu-scale-torch.bfloat16]",
-    "test_every_layout_and_parameter[cpu-add_scalar-torch.bfloat16]",
-    "test_parameter_that_never_widens",
-    "test_numpy_numbers[cpu-scale-complex64",
-    "test_numpy_numbers[cpu-add_scalar-complex64",
-    "test_integer_beyond_64_bits",
-    "test_forward_is_that_of_stock",
-    "test_gradients_are_those_of_stock",
-)
-
-
-def pytest_collection_modifyitems(items):
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
-        for item in items:
-            if item.name.startswith(GAPS_OF_2_14):
-                item.add_marker(
-                    pytest.mark.xfail(reason="no kernel for torch 2.14's BComplex32; integers beyond 64 bits")
-                )

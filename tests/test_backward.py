@@ -111,6 +111,8 @@ def test_every_input_and_parameter(op, dtype, device):
         input = make_input(name, dtype, device)
         parameters = make_parameters(op, kind, input)
         grad_dtype = op.result_type(input, *parameters)
+        if not op.takes(grad_dtype):
+            continue
         grad = LAYOUTS["transposed"](input.shape, grad_dtype, device)
         try:
             check_backward(op, input, *parameters, grad=grad)
