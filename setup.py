@@ -53,14 +53,13 @@ class Build(cpp_extension.BuildExtension):
         super().run()
 
 
-openmp = ["-fopenmp"] if sys.platform == "linux" else []  # without it at::parallel_for is serial, and does not say so
 extension = (cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension)(
     "my_cuda_op._C",
     sorted(sources),
     include_dirs=[str(HERE / "csrc")],  # absolute, because ninja runs elsewhere
     # -g0: Python's own flags ask for debug information, which takes longer to write than the code.
-    extra_compile_args={"cxx": ["-O3", "-g0", *openmp], "nvcc": ["-O3"]},
-    extra_link_args=openmp,
+    # -fvisibility=hidden: as pybind11's types are, and so must be those that hold one.
+    extra_compile_args={"cxx": ["-O3", "-g0", "-fvisibility=hidden"], "nvcc": ["-O3"]},
     # For every file, so that a build for another torch or architecture takes none over from the last one.
     define_macros=[(f"MY_CUDA_OP_{name}", f'"{value}"') for name, value in macros.items()],
 )

@@ -7,12 +7,12 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h> // torch/extension.h takes three times as long to compile
 
 #include <tuple>
 #include <type_traits>
 #include <utility>
+
+#include "autograd.h"
 
 namespace my_cuda_op {
 
@@ -29,20 +29,22 @@ inline bool is_transformed() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-// A tensor for which nothing but the kernel is asked for: no subclass or mode that wants to see the call, no transform,
-// no derivative.
+// A tensor for which nothing but the kernel is asked for, and perhaps a record of the call: no subclass or mode that
+// wants to see it, no transform, no forward mode.
 struct PlainTensor {
   at::Tensor tensor;
+  pybind11::handle object;
 };
 inline bool is_plain(PyObject* object) {
   return THPVariable_CheckExact(object) && !at::impl::torch_function_mode_enabled() && !is_transformed() &&
-         !needs_derivative(THPVariable_Unpack(object));
+         !THPVariable_Unpack(object)._fw_grad(/*level=*/0).defined();
 }
 
 // A Python number. (at::Scalar does not load from Python; and pybind11's own double takes whatever has a __float__,
 // among it an integer that is too large, for which stock PyTorch raises.)
 struct Number {
   at::Scalar value;
+  pybind11::handle object;
 };
 
 // How Python gives an argument of a schema, and how it is passed on.
@@ -60,6 +62,16 @@ auto& pass(Given& given) {
     return given.value;
   } else {
     return given;
+  }
+}
+
+// The argument as Python gave it.
+template <class Given>
+pybind11::object as_given(const Given& given) {
+  if constexpr (std::is_integral_v<Given>) {
+    return pybind11::int_(given);
+  } else {
+    return pybind11::reinterpret_borrow<pybind11::object>(given.object);
   }
 }
 
@@ -93,14 +105,17 @@ void bind(
     return handle.call(pass(given)...);
   };
   std::apply([&](const auto&... named) { module.def(name, call, no_gil, named..., doc); }, arguments);
-  if constexpr (!std::is_void_v<Result>) {
-    plain.def(
-        name,
-        [handle](FromPythonPlain<Arguments>... given) -> Result {
-          const at::AutoDispatchBelowAutograd guard;
-          return handle.call(pass(given)...);
-        },
-        no_gil);
+  if constexpr (std::is_same_v<Result, at::Tensor>) {
+    plain.def(name, [handle, &function = function_of(name)](FromPythonPlain<Arguments>... given) -> Result {
+      at::Tensor output;
+      {
+        const pybind11::gil_scoped_release no_gil;
+        const at::AutoDispatchBelowAutograd guard;
+        output = handle.call(pass(given)...);
+      }
+      if ((needs_derivative(pass(given)) || ...)) record(function, output, pybind11::make_tuple(as_given(given)...));
+      return output;
+    });
   }
 }
 
@@ -111,7 +126,7 @@ struct pybind11::detail::type_caster<my_cuda_op::PlainTensor> {
   PYBIND11_TYPE_CASTER(my_cuda_op::PlainTensor, const_name("torch.Tensor"));
   bool load(handle source, bool) {
     if (!my_cuda_op::is_plain(source.ptr())) return false;
-    value.tensor = THPVariable_Unpack(source.ptr());
+    value = {THPVariable_Unpack(source.ptr()), source};
     return true;
   }
 };
@@ -121,6 +136,7 @@ struct pybind11::detail::type_caster<my_cuda_op::Number> {
   PYBIND11_TYPE_CASTER(my_cuda_op::Number, const_name("Number"));
   bool load(handle source, bool) {
     PyObject* object = source.ptr();
+    value.object = source;
     if (PyBool_Check(object)) {
       value.value = object == Py_True;
     } else if (PyLong_Check(object)) {

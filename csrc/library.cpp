@@ -128,7 +128,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "The operators of my_cuda_op, forward and backward, on CPU and CUDA. my_cuda_op.functional is what to call: "
       "it explains itself, takes everything a number can be, and works under torch.compile.";
   auto plain = m.def_submodule(
-      "plain", "The operators where nothing but the kernel is asked for; None, with nothing done, where more is");
+      "plain",
+      "The operators where nothing but the kernel is asked for, and a record of the call for backward; None, with "
+      "nothing done, where more is");
   std::set<std::string> names;
   my_cuda_op::operators([&](const std::string& schema, auto* function, const char* doc) {
     const auto name = my_cuda_op::operator_name(schema);
@@ -139,6 +141,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   for (const auto& name : names) plain.def(name.c_str(), [](const pybind11::args&) { return pybind11::none(); });
 
+  my_cuda_op::define_autograd(m);
   m.def(
       "check_inplace",
       [](const at::Tensor& tensor) { torch::autograd::check_inplace(tensor, c10::GradMode::is_enabled()); },

@@ -30,16 +30,20 @@ class Operator:
 
     def __init__(self, name: str, function: type[Function], saves_input: bool = False) -> None:
         self.name, self.function, self.saves_input = name, function, saves_input
+        self.plain: Callable[..., Tensor | None] = getattr(_C.plain, name)
         self.kernel: Callable[..., Tensor] = getattr(_C, name)
         self.kernel_: Callable[..., None] | None = getattr(_C, name + "_", None)  # in place
         self.reference: Callable[..., Tensor] = getattr(reference, name)
         self.eager, self.eager_ = _eager(function), _in_place(function, self.kernel_)
         function.vmap = _vmap(self.reference)
+        _C.set_derivative(name, function)
 
     def __call__(self, *args: Any) -> Tensor:
         """The result, with its derivative recorded where one is needed."""
         if is_compiling():  # Inductor fuses the reference with its neighbours; Dynamo refuses a Function with a jvp
             return self.reference(*args)
+        if (output := self.plain(*args)) is not None:
+            return output
         if _transforms_active():
             return self.reference(*args) if _is_nested_jvp() else self.function.apply(*args)
         if forward_ad._current_level >= 0 or _requires_grad(args):

@@ -33,20 +33,24 @@ at::Tensor sum_like(const std::array<at::Tensor, Op::tensors>& tensors, const at
   const int64_t channel = channel_dim(Op::name, grad, Op::parameter_names[0], parameter, dim);
   Rows rows{};
   rows.count = std::clamp<int64_t>(grad.numel() / std::max<int64_t>(channels, 1) / kShare, 1, kMaxRows);
-  const at::Tensor sums = at::zeros({rows.count, channels}, grad.options().dtype(compute_type(grad.scalar_type())));
-  rows.bytes = sums.stride(0) * sums.element_size();
+  const bool one_row = rows.count == 1; // then it is the result already
+  const at::Tensor sums = at::zeros(
+      one_row ? parameter.sizes() : at::IntArrayRef{rows.count, channels},
+      grad.options().dtype(compute_type(grad.scalar_type())));
+  rows.bytes = one_row ? 0 : sums.stride(0) * sums.element_size();
 
   at::TensorIteratorConfig config;
   config.set_check_mem_overlap(false); // the sums are expanded on purpose
   config.check_all_same_dtype(false).resize_outputs(false);
-  config.add_owned_output(broadcast(sums[0], grad.dim(), channel).expand(grad.sizes()));
+  config.add_owned_output(broadcast(one_row ? sums : sums[0], grad.dim(), channel).expand(grad.sizes()));
   for (const auto& tensor : tensors) config.add_owned_const_input(tensor);
   auto iter = config.build();
   kernel<Op>(grad.device().type())(iter, rows);
 
-  at::Tensor sum = sums.sum(0);
-  if (sum.is_complex() && !parameter.is_complex()) sum = at::real(sum);
-  // Copied, also where it has the right dtype: a result must not be a view of something else.
+  at::Tensor sum = one_row ? sums : sums.sum(0);
+  if (sum.is_complex() && !parameter.is_complex()) sum = at::real(sum).clone();
+  if (sum.sizes() == parameter.sizes()) return sum.to(parameter.scalar_type());
+  // Copied: a result must not be a view of something else.
   return at::empty(parameter.sizes(), parameter.options()).copy_(sum.view(parameter.sizes()));
 }
 
