@@ -141,8 +141,10 @@ auto created(const NodePtr& node, int) -> decltype(fire_node_creation_hooks(node
 template <class NodePtr>
 void created(const NodePtr&, long) {}
 
-// Makes `output` the result of calling the operator with these arguments.
-inline void record(const Function& function, const at::Tensor& output, const pybind11::tuple& arguments) {
+// Makes `output` the result of calling the operator with these arguments. Where the operator wrote a mask, the Function
+// is told of both.
+inline void record(
+    const Function& function, const at::Tensor& output, const at::Tensor& mask, const pybind11::tuple& arguments) {
   torch::autograd::edge_list edges;
   std::vector<int> edge_of_argument(arguments.size(), -1);
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -154,7 +156,12 @@ inline void record(const Function& function, const at::Tensor& output, const pyb
   }
   const NodePtr node = make_node<FunctionNode>(function, std::move(edges), std::move(edge_of_argument));
   torch::autograd::set_history(output, node);
-  function.setup_context(static_cast<FunctionNode&>(*node).context(), arguments, output);
+  const auto& context = static_cast<FunctionNode&>(*node).context();
+  if (mask.defined()) {
+    function.setup_context(context, arguments, pybind11::make_tuple(output, mask));
+  } else {
+    function.setup_context(context, arguments, output);
+  }
   created(node, 0);
 }
 

@@ -7,6 +7,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
 #include <tuple>
 #include <type_traits>
@@ -18,6 +19,9 @@ namespace my_cuda_op {
 
 inline bool needs_derivative(const at::Tensor& tensor) {
   return (c10::GradMode::is_enabled() && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined();
+}
+inline bool needs_derivative(const std::optional<at::Tensor>& tensor) {
+  return tensor && needs_derivative(*tensor);
 }
 template <class T>
 bool needs_derivative(const T&) {
@@ -37,7 +41,7 @@ struct PlainTensor {
 };
 inline bool is_plain(PyObject* object) {
   return THPVariable_CheckExact(object) && !at::impl::torch_function_mode_enabled() && !is_transformed() &&
-         !THPVariable_Unpack(object)._fw_grad(/*level=*/0).defined();
+         !THPVariable_Unpack(object)._fw_grad(/*level=*/0).defined() && !torch::jit::tracer::isTracing();
 }
 
 // A Python number. (at::Scalar does not load from Python; and pybind11's own double takes whatever has a __float__,
@@ -47,42 +51,60 @@ struct Number {
   pybind11::handle object;
 };
 
-// How Python gives an argument of a schema, and how it is passed on.
+// How Python gives an argument of a schema; how it is passed on; and the object that was given.
 template <class Argument>
 using FromPython = std::conditional_t<std::is_same_v<Argument, const at::Scalar&>, Number, Argument>;
 template <class Argument>
-using FromPythonPlain =
-    std::conditional_t<std::is_same_v<Argument, const at::Tensor&>, PlainTensor, FromPython<Argument>>;
+using FromPythonPlain = std::conditional_t<
+    std::is_same_v<Argument, const at::Tensor&>,
+    PlainTensor,
+    std::conditional_t<
+        std::is_same_v<Argument, const std::optional<at::Tensor>&>,
+        std::optional<PlainTensor>,
+        FromPython<Argument>>>;
 
 template <class Given>
-auto& pass(Given& given) {
+decltype(auto) pass(Given& given) {
   if constexpr (std::is_same_v<Given, PlainTensor>) {
     return std::as_const(given.tensor);
+  } else if constexpr (std::is_same_v<Given, std::optional<PlainTensor>>) {
+    return given ? std::optional(given->tensor) : std::nullopt;
   } else if constexpr (std::is_same_v<Given, Number>) {
-    return given.value;
+    return std::as_const(given.value);
   } else {
-    return given;
+    return (given);
   }
 }
 
-// The argument as Python gave it.
-template <class Given>
-pybind11::object as_given(const Given& given) {
-  if constexpr (std::is_integral_v<Given>) {
-    return pybind11::int_(given);
-  } else {
-    return pybind11::reinterpret_borrow<pybind11::object>(given.object);
-  }
+inline pybind11::object as_given(const PlainTensor& given) {
+  return pybind11::reinterpret_borrow<pybind11::object>(given.object);
+}
+inline pybind11::object as_given(const std::optional<PlainTensor>& given) {
+  return given ? as_given(*given) : pybind11::none();
+}
+inline pybind11::object as_given(const Number& given) {
+  return pybind11::reinterpret_borrow<pybind11::object>(given.object);
+}
+inline pybind11::object as_given(int64_t given) {
+  return pybind11::int_(given);
 }
 
-// The name, and for a dim its default, as the schema has them.
+// The name, and the default where the schema has one.
 template <class Argument>
 auto named(const c10::Argument& argument) {
   if constexpr (std::is_same_v<Argument, int64_t>) {
     return pybind11::arg(argument.name().c_str()) = argument.default_value()->toInt();
+  } else if constexpr (std::is_same_v<Argument, const std::optional<at::Tensor>&>) {
+    return pybind11::arg(argument.name().c_str()) = pybind11::none();
   } else {
     return pybind11::arg(argument.name().c_str());
   }
+}
+
+template <class F>
+auto without_gil(const F& f) {
+  const pybind11::gil_scoped_release no_gil;
+  return f();
 }
 
 // Defines the operator in the module, and in `plain`: there a call that is for nothing but the kernel takes the
@@ -91,10 +113,11 @@ template <class Result, class... Arguments>
 void bind(
     pybind11::module_& module,
     pybind11::module_& plain,
-    const char* name,
     const c10::OperatorHandle& op,
     const char* doc,
     Result (*)(Arguments...)) {
+  const auto& operator_name = op.operator_name();
+  const std::string name = operator_name.name.substr(sizeof("my_cuda_op::") - 1);
   const auto handle = op.typed<Result(Arguments...)>();
   auto argument = op.schema().arguments().begin(); // braces, unlike a call's parentheses, fix the order of evaluation
   const std::tuple arguments{named<Arguments>(*argument++)...};
@@ -104,17 +127,31 @@ void bind(
     const at::AutoDispatchBelowAutograd guard; // autograd's kernel is Python, and there is nothing to record
     return handle.call(pass(given)...);
   };
-  std::apply([&](const auto&... named) { module.def(name, call, no_gil, named..., doc); }, arguments);
+  std::apply([&](const auto&... named) { module.def(name.c_str(), call, no_gil, named..., doc); }, arguments);
+
   if constexpr (std::is_same_v<Result, at::Tensor>) {
-    plain.def(name, [handle, &function = function_of(name)](FromPythonPlain<Arguments>... given) -> Result {
-      at::Tensor output;
-      {
-        const pybind11::gil_scoped_release no_gil;
+    // With a mask, where there is such an operator, a call is recorded for the fewest bytes.
+    using Masked = std::tuple<at::Tensor, at::Tensor>(Arguments...);
+    std::optional<c10::TypedOperatorHandle<Masked>> masked;
+    if (const auto op =
+            c10::Dispatcher::singleton().findSchema({operator_name.name + "_masked", operator_name.overload_name})) {
+      masked = op->template typed<Masked>();
+    }
+    plain.def(name.c_str(), [handle, masked, &function = function_of(name)](FromPythonPlain<Arguments>... given) {
+      const bool is_recorded = (needs_derivative(pass(given)) || ...);
+      const auto [output, mask] = without_gil([&]() -> std::tuple<at::Tensor, at::Tensor> {
         const at::AutoDispatchBelowAutograd guard;
-        output = handle.call(pass(given)...);
-      }
-      if ((needs_derivative(pass(given)) || ...)) record(function, output, pybind11::make_tuple(as_given(given)...));
+        if (is_recorded && masked) return masked->call(pass(given)...);
+        return {handle.call(pass(given)...), at::Tensor()};
+      });
+      if (is_recorded) record(function, output, mask, pybind11::make_tuple(as_given(given)...));
       return output;
+    });
+  } else if constexpr (!std::is_void_v<Result>) { // of several tensors: no operator that is recorded has those
+    plain.def(name.c_str(), [handle](FromPythonPlain<Arguments>... given) -> pybind11::object {
+      if ((needs_derivative(pass(given)) || ...)) return pybind11::none();
+      const at::AutoDispatchBelowAutograd guard;
+      return pybind11::cast(without_gil([&] { return handle.call(pass(given)...); }));
     });
   }
 }

@@ -1,6 +1,6 @@
 #pragma once
-// The CUDA access patterns: one kernel and one <<<>>> for each. The device guard, the current stream, the launch check
-// and the return for empty tensors are here, so an op has no launch code of its own.
+// What the CUDA access patterns of map.cuh and sum.cuh share: how a vector of elements is loaded, computed and stored,
+// and the one <<<>>>, with its device guard, current stream and launch check. An op has no launch code of its own.
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -29,29 +29,6 @@ struct alignas(kVectorBytes) Vector {
 
 using Divider = at::cuda::detail::IntDivider<uint32_t>;
 
-// Dimensions and strides (in bytes) of a kernel's operands. Offsets of work with more than one dimension fit into 32
-// bits (see for_each_plan), and division by an invariant is then a multiplication.
-template <int kOperands, int kDims>
-struct Layout {
-  int ndim;
-  Divider sizes[kDims]; // of all but the last dimension
-  int64_t strides[kDims][kOperands];
-
-  // Adds the offsets of element `index` of the dimensions from `dim` on; the last one needs no division.
-  __device__ void add_offsets(int64_t index, int dim, int64_t (&offsets)[kOperands]) const {
-    for (; dim < ndim; ++dim) {
-      int64_t i = index;
-      if (dim + 1 < ndim) {
-        const auto divided = sizes[dim].divmod(static_cast<uint32_t>(index));
-        index = divided.div;
-        i = divided.mod;
-      }
-#pragma unroll
-      for (int k = 0; k < kOperands; ++k) offsets[k] += i * strides[dim][k];
-    }
-  }
-};
-
 inline bool is_aligned(const void* data) {
   return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0;
 }
@@ -62,6 +39,74 @@ void launch_kernel(c10::Device device, dim3 grid, void (*kernel)(Arguments), con
   kernel<<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream(device.index())>>>(arguments);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
+
+// The operands of an op in a kernel, by the op's own numbers. Strides are in bytes.
+template <class Op, class T, int kDims>
+struct Operands {
+  using C = at::opmath_type<T>;
+  static constexpr int kCount = ops::operands<Op>;
+
+  char* data[kCount]; // null where absent
+  int64_t element_strides[kCount]; // from one lane of a vector to the next
+  bool aligned[kCount]; // every whole vector is contiguous and aligned
+  bool wide[kCount]; // a parameter of type C, not T
+  C numbers[Op::parameters + 1]; // + 1: an array must not be empty
+  uint32_t* mask;
+
+  // The dimensions from the fastest to the slowest. Offsets of work with more than one fit into 32 bits (see
+  // for_each_plan), and division by an invariant is then a multiplication.
+  int ndim;
+  Divider sizes[kDims];
+  int64_t strides[kDims][kCount];
+
+  // The plan's operands from number `next` on; no dimensions yet.
+  Operands(const Plan& plan, const Call& call, int next) : numbers{}, ndim(0) {
+    mask = reinterpret_cast<uint32_t*>(call.mask);
+    for (int p = 0; p < Op::parameters; ++p) {
+      if (call.numbers[p]) numbers[p] = number_as<C>(*call.numbers[p]);
+    }
+    for (int k = 0; k < kCount; ++k) {
+      data[k] = nullptr;
+      element_strides[k] = 0;
+      if (!call.present[k]) continue;
+      const auto& operand = plan.operand[next++];
+      data[k] = operand.data;
+      wide[k] = operand.dtype == c10::CppTypeToScalarType<C>::value;
+      element_strides[k] = plan.ndim == 0 ? 0 : operand.strides[0];
+      aligned[k] = k == Op::mask_operand
+                       ? element_strides[k] == 1 && (operand.data - reinterpret_cast<char*>(call.mask)) % kLanes<T> == 0
+                       : element_strides[k] == sizeof(T) && is_aligned(operand.data);
+    }
+  }
+
+  // Adds the plan's dimension d, in steps of so many elements, of which it has `size`.
+  void add_dimension(const Plan& plan, const Call& call, int next, int d, int64_t size, int64_t step) {
+    // The last dimension divides nothing, and may not fit into the divider's 31 bits.
+    if (plan.ndim > 1) sizes[ndim] = Divider(static_cast<uint32_t>(size));
+    for (int k = 0; k < kCount; ++k) {
+      strides[ndim][k] = call.present[k] ? plan.operand[next++].strides[d] * step : 0;
+      aligned[k] &= strides[ndim][k] % (k == Op::mask_operand ? kLanes<T> : kVectorBytes) == 0;
+    }
+    ++ndim;
+  }
+
+  // Adds the offsets of item `index` of all dimensions; returns its index in dimension 0.
+  __device__ int64_t add_offsets(int64_t index, int64_t (&offsets)[kCount]) const {
+    int64_t first = 0;
+    for (int d = 0; d < ndim; ++d) {
+      int64_t i = index;
+      if (d + 1 < ndim) {
+        const auto divided = sizes[d].divmod(static_cast<uint32_t>(index));
+        index = divided.div;
+        i = divided.mod;
+      }
+      if (d == 0) first = i;
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) offsets[k] += i * strides[d][k];
+    }
+    return first;
+  }
+};
 
 // Fills the lanes with `count` elements of T, `stride` bytes apart; with one load where they are a whole, aligned
 // vector.
@@ -83,247 +128,114 @@ __device__ void load(C (&lanes)[kLanes<T>], const char* data, int64_t stride, bo
   for (int i = 0; i < kLanes<T>; ++i) lanes[i] = static_cast<C>(vector.lane[i]);
 }
 
-template <class Op, class T, bool kFlat>
-struct MapArguments {
-  using C = at::opmath_type<T>;
-  static constexpr int kParameter = 1 + Op::tensors; // the operand that is the first parameter
-  static constexpr int kOperands = kParameter + Op::parameters;
+// `count` bits of the mask, `stride` apart, from number `first` on; in one word where they are a whole, aligned vector.
+__device__ inline unsigned load_bits(const uint32_t* mask, int64_t first, int64_t stride, bool whole, int count) {
+  if (whole) return mask[first >> 5] >> (first & 31);
+  unsigned bits = 0;
+  for (int i = 0; i < count; ++i) {
+    const int64_t bit = first + i * stride;
+    bits |= (mask[bit >> 5] >> (bit & 31) & 1) << i;
+  }
+  return bits;
+}
 
-  int64_t vectors; // in all, and so threads
-  int64_t row_length; // elements of dimension 0
-  Layout<kOperands, kFlat ? 1 : kMaxDims> layout; // its dimension 0 counts vectors
-  char* data[kOperands]; // null for a parameter that is a number
-  int64_t element_strides[kOperands];
-  bool aligned[kOperands]; // every vector of the operand is contiguous and aligned
-  bool wide[kOperands]; // a parameter of type C, not T
-  C numbers[Op::parameters + 1]; // + 1: an array must not be empty
-};
+// The lanes of the parameters of one vector.
+template <class Op, class T, int kDims, class C>
+__device__ void load_parameters(
+    C (&lanes)[Op::parameters + 1][kLanes<T>],
+    const Operands<Op, T, kDims>& a,
+    const int64_t (&offsets)[ops::operands<Op>],
+    int count) {
+#pragma unroll
+  for (int p = 0; p < Op::parameters; ++p) {
+    const int k = Op::first_parameter + p;
+    const char* data = a.data[k] + offsets[k];
+    const int64_t stride = a.element_strides[k];
+    if (a.data[k] == nullptr) {
+#pragma unroll
+      for (int i = 0; i < kLanes<T>; ++i) lanes[p][i] = a.numbers[p];
+    } else if (a.wide[k]) {
+#pragma unroll
+      for (int i = 0; i < kLanes<T>; ++i)
+        lanes[p][i] = *reinterpret_cast<const C*>(data + (i < count ? i : 0) * stride);
+    } else {
+      load<T>(lanes[p], data, stride, count == kLanes<T> && a.aligned[k], count);
+    }
+  }
+}
 
+// The op at one lane, as Values whatever it returns.
 template <class Op, int kLanes, class C, size_t... t, size_t... p>
-__device__ C call(
+__device__ auto evaluate(
+    unsigned keep,
     const C (&tensors)[Op::tensors][kLanes],
     const C (&parameters)[Op::parameters + 1][kLanes],
     int lane,
     std::index_sequence<t...>,
     std::index_sequence<p...>) {
-  return Op::call(tensors[t][lane]..., parameters[p][lane]...);
+  if constexpr (Op::reads_mask) {
+    return Op::call(static_cast<bool>(keep >> lane & 1), tensors[t][lane]..., parameters[p][lane]...);
+  } else {
+    return ops::Values<C, 1>{Op::call(tensors[t][lane]..., parameters[p][lane]...)};
+  }
 }
 
-// One vector a thread. kFlat: every tensor is contiguous and aligned, every parameter one number.
-template <class Op, class T, bool kFlat>
-__global__ void __launch_bounds__(kThreads) map_kernel(const MapArguments<Op, T, kFlat> a) {
-  using C = at::opmath_type<T>;
-  constexpr int kParameter = MapArguments<Op, T, kFlat>::kParameter, kOperands = MapArguments<Op, T, kFlat>::kOperands;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (index >= a.vectors) return;
-
-  int64_t column = index, offsets[kOperands] = {};
-  if (!kFlat && a.layout.ndim > 1) {
-    const auto divided = a.layout.sizes[0].divmod(static_cast<uint32_t>(index));
-    column = divided.mod;
-    a.layout.add_offsets(divided.div, 1, offsets);
-  }
-  const int64_t left = a.row_length - column * kLanes<T>;
-  const int count = left < kLanes<T> ? static_cast<int>(left) : kLanes<T>;
-#pragma unroll
-  for (int k = 0; k < kOperands; ++k) offsets[k] += column * a.layout.strides[0][k];
-
+// Computes one vector, of `count` elements, with the operands at these offsets: stores the outputs, and calls
+// visit(lane, values) for each element. kFlat: every tensor is contiguous and aligned.
+template <bool kFlat, class Op, class T, int kDims, class C, class F>
+__device__ void compute(
+    const Operands<Op, T, kDims>& a,
+    const int64_t (&offsets)[ops::operands<Op>],
+    const C (&parameters)[Op::parameters + 1][kLanes<T>],
+    int count,
+    const F& visit) {
+  const bool whole = count == kLanes<T>;
   C tensors[Op::tensors][kLanes<T>];
 #pragma unroll
-  for (int k = 0; k < Op::tensors; ++k) {
-    const bool whole = count == kLanes<T> && (kFlat || a.aligned[k + 1]);
-    load<T>(tensors[k], a.data[k + 1] + offsets[k + 1], kFlat ? sizeof(T) : a.element_strides[k + 1], whole, count);
-  }
-  C parameters[Op::parameters + 1][kLanes<T>];
+  for (int t = 0; t < Op::tensors; ++t) {
+    const int k = Op::first_tensor + t;
+    if (t > 0 && a.data[k] == nullptr) {
 #pragma unroll
-  for (int k = 0; k < Op::parameters; ++k) {
-    const int operand = kParameter + k;
-    const char* data = a.data[operand] + offsets[operand];
-    const int64_t stride = kFlat ? 0 : a.element_strides[operand];
-    if (a.data[operand] == nullptr) {
-#pragma unroll
-      for (int i = 0; i < kLanes<T>; ++i) parameters[k][i] = a.numbers[k];
-    } else if (a.wide[operand]) {
-#pragma unroll
-      for (int i = 0; i < kLanes<T>; ++i)
-        parameters[k][i] = *reinterpret_cast<const C*>(data + (i < count ? i : 0) * stride);
+      for (int i = 0; i < kLanes<T>; ++i) tensors[t][i] = ops::nothing<C>();
     } else {
-      load<T>(parameters[k], data, stride, false, count);
+      load<T>(
+          tensors[t], a.data[k] + offsets[k], kFlat ? sizeof(T) : a.element_strides[k],
+          whole && (kFlat || a.aligned[k]), count);
+    }
+  }
+  unsigned keep = ~0u;
+  if constexpr (Op::reads_mask) {
+    constexpr int k = Op::mask_operand;
+    if (a.data[k] != nullptr) {
+      const int64_t first = a.data[k] - reinterpret_cast<char*>(a.mask) + offsets[k];
+      keep = load_bits(a.mask, first, kFlat ? 1 : a.element_strides[k], whole && (kFlat || a.aligned[k]), count);
     }
   }
 
-  Vector<T> out;
+  Vector<T> out[Op::outputs];
 #pragma unroll
   for (int i = 0; i < kLanes<T>; ++i) {
-    out.lane[i] = static_cast<T>(call<Op>(
-        tensors, parameters, i, std::make_index_sequence<Op::tensors>(), std::make_index_sequence<Op::parameters>()));
-  }
-  char* data = a.data[0] + offsets[0];
-  if (count == kLanes<T> && (kFlat || a.aligned[0])) {
-    *reinterpret_cast<Vector<T>*>(data) = out;
-  } else {
-    const int64_t stride = kFlat ? sizeof(T) : a.element_strides[0];
+    const auto values = evaluate<Op>(
+        keep, tensors, parameters, i, std::make_index_sequence<Op::tensors>(),
+        std::make_index_sequence<Op::parameters>());
 #pragma unroll
-    for (int i = 0; i < kLanes<T>; ++i) {
-      if (i < count) *reinterpret_cast<T*>(data + i * stride) = out.lane[i];
-    }
+    for (int k = 0; k < Op::outputs; ++k) out[k].lane[i] = static_cast<T>(values.value[k]);
+    if (i < count) visit(i, values);
   }
-}
-
-template <class Op>
-struct MapLauncher {
-  static void launch(at::TensorIteratorBase& iter, const Numbers& numbers) {
-    for_each_plan(iter, [&](const Plan& plan) {
-      dispatch<Op>(plan.operand[0].dtype, [&](auto zero) { launch<decltype(zero)>(plan, numbers); });
-    });
-  }
-
-  template <class T>
-  static void launch(const Plan& plan, const Numbers& numbers) {
-    if (plan.numel == 0) return;
-    if (is_flat<T>(plan)) {
-      launch<T, true>(plan, numbers);
+#pragma unroll
+  for (int k = 0; k < Op::outputs; ++k) {
+    char* data = a.data[k] + offsets[k];
+    if (a.data[k] == nullptr) continue;
+    if (whole && (kFlat || a.aligned[k])) {
+      *reinterpret_cast<Vector<T>*>(data) = out[k];
     } else {
-      launch<T, false>(plan, numbers);
-    }
-  }
-
-  // Whether all is one run: contiguous, aligned tensors, and parameters that are one number.
-  template <class T>
-  static bool is_flat(const Plan& plan) {
-    bool flat = plan.ndim == 1;
-    for (int k = 0; flat && k < plan.operands; ++k) {
-      const auto& operand = plan.operand[k];
-      flat = k > Op::tensors ? operand.strides[0] == 0 : operand.strides[0] == sizeof(T) && is_aligned(operand.data);
-    }
-    return flat;
-  }
-
-  template <class T, bool kFlat>
-  static void launch(const Plan& plan, const Numbers& numbers) {
-    using Arguments = MapArguments<Op, T, kFlat>;
-    using C = typename Arguments::C;
-    Arguments a{};
-    a.row_length = plan.ndim == 0 ? 1 : plan.sizes[0];
-    const int64_t row_vectors = (a.row_length + kLanes<T> - 1) / kLanes<T>;
-    a.vectors = plan.numel / a.row_length * row_vectors;
-    a.layout.ndim = plan.ndim;
-    for (int d = 0; d + 1 < plan.ndim; ++d) {
-      a.layout.sizes[d] = Divider(static_cast<uint32_t>(d == 0 ? row_vectors : plan.sizes[d]));
-    }
-
-    for (int k = 0, next = 0; k < Arguments::kOperands; ++k) {
-      const int p = k - Arguments::kParameter; // k is parameter p, where that is not negative
-      if (p >= 0 && numbers[p]) {
-        a.numbers[p] = number_as<C>(*numbers[p]);
-        continue;
-      }
-      const auto& operand = plan.operand[next++];
-      a.data[k] = operand.data;
-      a.wide[k] = operand.dtype == c10::CppTypeToScalarType<C>::value;
-      a.element_strides[k] = plan.ndim == 0 ? 0 : operand.strides[0];
-      a.aligned[k] = a.element_strides[k] == sizeof(T) && is_aligned(operand.data);
-      for (int d = 0; d < plan.ndim; ++d) {
-        a.layout.strides[d][k] = d == 0 ? a.element_strides[k] * kLanes<T> : operand.strides[d];
-        a.aligned[k] &= a.layout.strides[d][k] % kVectorBytes == 0;
+      const int64_t stride = kFlat ? sizeof(T) : a.element_strides[k];
+#pragma unroll
+      for (int i = 0; i < kLanes<T>; ++i) {
+        if (i < count) *reinterpret_cast<T*>(data + i * stride) = out[k].lane[i];
       }
     }
-
-    const int64_t blocks = (a.vectors + kThreads - 1) / kThreads;
-    launch_kernel(plan.device, dim3(blocks), &map_kernel<Op, T, kFlat>, a);
-  }
-};
-
-template <class Op, class T>
-struct SumArguments {
-  static constexpr int kOperands = 1 + Op::tensors;
-
-  int64_t channels, numel; // elements of one channel
-  bool channels_fastest; // neighbours in memory are neighbouring channels
-  int64_t row_bytes; // of the partial sums
-  Layout<kOperands, kMaxDims> layout; // of one channel
-  char* data[kOperands];
-  int64_t channel_strides[kOperands];
-};
-
-// A block adds up its share (blockIdx.y) of one channel (blockIdx.x), or, where channels are the fastest dimension, of
-// 32 of them. The order of every addition is fixed.
-template <class Op, class T>
-__global__ void __launch_bounds__(kThreads) sum_kernel(const SumArguments<Op, T> a) {
-  using C = at::opmath_type<T>;
-  constexpr int kOperands = SumArguments<Op, T>::kOperands;
-  const int tile = a.channels_fastest ? 32 : 1; // channels of the block
-  const int lane = threadIdx.x / tile, lanes = kThreads / tile; // of the threads that share a channel
-  const int64_t channel = static_cast<int64_t>(blockIdx.x) * tile + threadIdx.x % tile;
-  const int64_t begin = a.numel * blockIdx.y / gridDim.y, end = a.numel * (blockIdx.y + 1) / gridDim.y;
-
-  C sum{};
-  for (int64_t i = begin + lane; channel < a.channels && i < end; i += lanes) {
-    int64_t offsets[kOperands];
-#pragma unroll
-    for (int k = 0; k < kOperands; ++k) offsets[k] = channel * a.channel_strides[k];
-    a.layout.add_offsets(i, 0, offsets);
-    C tensors[Op::tensors][1], none[1][1];
-#pragma unroll
-    for (int k = 0; k < Op::tensors; ++k) {
-      tensors[k][0] = static_cast<C>(*reinterpret_cast<const T*>(a.data[k + 1] + offsets[k + 1]));
-    }
-    sum += call<Op>(tensors, none, 0, std::make_index_sequence<Op::tensors>(), std::index_sequence<>());
-  }
-
-  __shared__ __align__(16) char memory[kThreads * sizeof(C)];
-  C* sums = reinterpret_cast<C*>(memory);
-  sums[threadIdx.x] = sum;
-  __syncthreads();
-  for (int half = kThreads / 2; half >= tile; half /= 2) {
-    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-    __syncthreads();
-  }
-  if (threadIdx.x < tile && channel < a.channels) {
-    // += because the parts of a tensor that for_each_plan splits come one after the other
-    *reinterpret_cast<C*>(a.data[0] + blockIdx.y * a.row_bytes + channel * a.channel_strides[0]) += sums[threadIdx.x];
   }
 }
-
-template <class Op>
-struct SumLauncher {
-  static void launch(at::TensorIteratorBase& iter, const Rows& rows) {
-    for_each_plan(iter, [&](const Plan& plan) {
-      dispatch<Op>(plan.operand[1].dtype, [&](auto zero) { launch<decltype(zero)>(plan, rows); });
-    });
-  }
-
-  template <class T>
-  static void launch(const Plan& plan, const Rows& rows) {
-    using Arguments = SumArguments<Op, T>;
-    if (plan.numel == 0) return;
-    Arguments a{};
-    a.channels = 1;
-    a.row_bytes = rows.bytes;
-    for (int k = 0; k < Arguments::kOperands; ++k) a.data[k] = plan.operand[k].data;
-    for (int d = 0; d < plan.ndim; ++d) {
-      const bool is_channel = plan.operand[0].strides[d] != 0; // the sums are expanded along every other dimension
-      if (is_channel) {
-        a.channels = plan.sizes[d];
-        a.channels_fastest = d == 0;
-      } else {
-        // The last dimension divides nothing, and may not fit into the divider's 31 bits.
-        if (plan.ndim > 1) a.layout.sizes[a.layout.ndim] = Divider(static_cast<uint32_t>(plan.sizes[d]));
-      }
-      for (int k = 0; k < Arguments::kOperands; ++k) {
-        (is_channel ? a.channel_strides[k] : a.layout.strides[a.layout.ndim][k]) = plan.operand[k].strides[d];
-      }
-      a.layout.ndim += !is_channel;
-    }
-    a.numel = plan.numel / a.channels;
-
-    const int64_t tiles = a.channels_fastest ? (a.channels + 31) / 32 : a.channels;
-    const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(rows.count));
-    launch_kernel(plan.device, grid, &sum_kernel<Op, T>, a);
-  }
-};
-
-template <class Op>
-using Launcher = std::conditional_t<Op::is_sum, SumLauncher<Op>, MapLauncher<Op>>;
 
 } // namespace my_cuda_op::cuda

@@ -7,6 +7,7 @@
 
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <utility>
@@ -56,152 +57,238 @@ void for_each_row(int operands, char** data, const int64_t* strides, int64_t row
   }
 }
 
-template <class Op>
-struct MapLauncher {
+// The bits of n elements, `stride` apart, from that number `first` on, as an array of bools.
+inline const bool* gather_bits(const uint8_t* mask, int64_t first, int64_t stride, int64_t n, bool* buffer) {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t bit = first + i * stride;
+    buffer[i] = mask[bit >> 3] >> (bit & 7) & 1;
+  }
+  return buffer;
+}
+
+// The op at element i, as Values whatever it returns.
+template <class Op, class C, class T, class Parameter, size_t... t, size_t... p>
+inline auto evaluate(
+    const bool* keep,
+    const std::array<const T*, Op::tensors>& in,
+    const std::array<Parameter, Op::parameters>& parameters,
+    int64_t i,
+    std::index_sequence<t...>,
+    std::index_sequence<p...>) {
+  if constexpr (Op::reads_mask) {
+    return Op::call(keep[i], static_cast<C>(in[t][i])..., C(parameters[p][i])...);
+  } else {
+    return ops::Values<C, 1>{Op::call(static_cast<C>(in[t][i])..., C(parameters[p][i])...)};
+  }
+}
+
+// Where the operands of an op are, in one run of elements.
+template <class Op, class T>
+struct Run {
+  using C = at::opmath_type<T>;
   static constexpr auto kTensors = std::make_index_sequence<Op::tensors>();
   static constexpr auto kParameters = std::make_index_sequence<Op::parameters>();
+  static constexpr int kLanes = 16; // independent sums, since the compiler may not reorder one
 
-  template <class T, class Parameter, size_t... t, size_t... p>
+  const Call& call;
+  bool wide[ops::operands<Op>] = {}; // a parameter of type C, not T
+  char* data[ops::operands<Op>] = {}; // null where absent
+  int64_t strides[ops::operands<Op>] = {}; // in bytes
+
+  Run(const at::TensorIteratorBase& iter, const Call& call, char** data, const int64_t* strides) : call(call) {
+    for (int k = 0, next = Op::sums > 0; k < ops::operands<Op>; ++k) {
+      if (!call.present[k]) continue;
+      wide[k] = iter.dtype(next) == c10::CppTypeToScalarType<C>::value;
+      this->data[k] = data[next];
+      this->strides[k] = strides[next++];
+    }
+  }
+
+  const C* gather_parameter(int p, int64_t i, int64_t n, C* buffer) const {
+    const int k = Op::first_parameter + p;
+    if (data[k] == nullptr) {
+      buffer[0] = number_as<C>(*call.numbers[p]);
+    } else if (wide[k]) {
+      return gather<C>(data[k] + i * strides[k], strides[k], n, buffer);
+    } else {
+      return gather<T>(data[k] + i * strides[k], strides[k], n, buffer);
+    }
+    return buffer;
+  }
+  bool is_uniform(int p) const {
+    return strides[Op::first_parameter + p] == 0; // also where it is a number
+  }
+
+  template <class Parameter>
   MULTIVERSIONED static void compute(
-      T* out,
+      std::array<T*, Op::outputs> out,
+      const bool* keep,
       std::array<const T*, Op::tensors> in,
       std::array<Parameter, Op::parameters> parameters,
-      int64_t n,
-      std::index_sequence<t...>,
-      std::index_sequence<p...>) {
-    using C = at::opmath_type<T>;
+      int64_t n) {
     INDEPENDENT_ITERATIONS // in place, out is in[0]: each element meets itself only
-        for (int64_t i = 0; i < n; ++i) out[i] =
-            static_cast<T>(Op::call(static_cast<C>(in[t][i])..., C(parameters[p][i])...));
+        for (int64_t i = 0; i < n; ++i) {
+      const auto values = evaluate<Op, C>(keep, in, parameters, i, kTensors, kParameters);
+      for (int k = 0; k < Op::outputs; ++k) out[k][i] = static_cast<T>(values.value[k]);
+    }
   }
 
-  // One run: n elements, operand k's at data[k] with stride strides[k] (in bytes).
-  template <class T>
-  static void run(
-      const at::TensorIteratorBase& iter, const Numbers& numbers, char** data, const int64_t* strides, int64_t n) {
-    using C = at::opmath_type<T>;
-    constexpr auto compute_dtype = c10::CppTypeToScalarType<C>::value;
-    std::array<Uniform<C>, Op::parameters> uniform{};
-    std::array<int, Op::parameters> operand{}; // of each parameter; 0, the output, for a number
-    bool all_uniform = true;
-    for (int p = 0, next = Op::tensors + 1; p < Op::parameters; ++p) {
-      if (numbers[p]) {
-        uniform[p].value = number_as<C>(*numbers[p]);
-      } else {
-        operand[p] = next++;
-        all_uniform &= strides[operand[p]] == 0;
-        C first;
-        uniform[p].value = iter.dtype(operand[p]) == compute_dtype ? *gather<C>(data[operand[p]], 0, 1, &first)
-                                                                   : *gather<T>(data[operand[p]], 0, 1, &first);
+  // The run lies in one channel: adds up to sums[s][0].
+  template <class Parameter>
+  MULTIVERSIONED static void add_along(
+      std::array<C*, Op::sums> sums,
+      const bool* keep,
+      std::array<const T*, Op::tensors> in,
+      std::array<Parameter, Op::parameters> parameters,
+      int64_t n) {
+    C lanes[Op::sums + 1][kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const auto values = evaluate<Op, C>(keep, in, parameters, i + lane, kTensors, kParameters);
+        for (int s = 0; s < Op::sums; ++s) lanes[s][lane] += values.value[Op::outputs + s];
       }
     }
-    bool contiguous = true;
-    for (int k = 0; k <= Op::tensors; ++k) contiguous &= strides[k] == sizeof(T);
+    for (; i < n; ++i) {
+      const auto values = evaluate<Op, C>(keep, in, parameters, i, kTensors, kParameters);
+      for (int s = 0; s < Op::sums; ++s) lanes[s][0] += values.value[Op::outputs + s];
+    }
+    for (int s = 0; s < Op::sums; ++s) {
+      C sum{};
+      for (int lane = 0; lane < kLanes; ++lane) sum += lanes[s][lane];
+      *sums[s] += sum;
+    }
+  }
 
-    const int64_t step = contiguous && all_uniform ? n : kBlock;
+  // The run goes through the channels: adds each element to sums[s][i].
+  template <class Parameter>
+  MULTIVERSIONED static void add_across(
+      std::array<C*, Op::sums> sums,
+      const bool* keep,
+      std::array<const T*, Op::tensors> in,
+      std::array<Parameter, Op::parameters> parameters,
+      int64_t n) {
+    INDEPENDENT_ITERATIONS
+    for (int64_t i = 0; i < n; ++i) {
+      const auto values = evaluate<Op, C>(keep, in, parameters, i, kTensors, kParameters);
+      for (int s = 0; s < Op::sums; ++s) sums[s][i] += values.value[Op::outputs + s];
+    }
+  }
+
+  // All n elements. The partial sums, of an op that has some, are at sums, `sum_stride` bytes apart.
+  void operator()(int64_t n, char* sums = nullptr, int64_t sum_stride = 0) const {
+    bool all_uniform = true, contiguous = true;
+    for (int p = 0; p < Op::parameters; ++p) all_uniform &= is_uniform(p);
+    for (int k = 0; k < Op::first_parameter; ++k) contiguous &= strides[k] == sizeof(T);
+    const int64_t step = contiguous && all_uniform && !Op::reads_mask ? n : kBlock;
+
+    T in_buffers[Op::tensors][kBlock], out_buffers[Op::outputs][kBlock];
+    C parameter_buffers[Op::parameters + 1][kBlock]; // + 1: an array must not be empty
+    bool keep_buffer[Op::reads_mask ? kBlock : 1];
+    std::fill_n(keep_buffer, std::size(keep_buffer), true);
+    for (int t = 0; t < Op::tensors; ++t) {
+      if (data[Op::first_tensor + t] == nullptr) std::fill_n(in_buffers[t], std::min(n, kBlock), ops::nothing<T>());
+    }
     for (int64_t i = 0; i < n; i += step) {
       const int64_t count = std::min(step, n - i);
-      T tensor_buffers[Op::tensors][kBlock], out_buffer[kBlock];
+      const bool* keep = keep_buffer;
+      if (Op::reads_mask && data[Op::mask_operand] != nullptr) {
+        const char* at = data[Op::mask_operand];
+        gather_bits(
+            call.mask, at - reinterpret_cast<char*>(call.mask) + i * strides[Op::mask_operand],
+            strides[Op::mask_operand], count, keep_buffer);
+      }
       std::array<const T*, Op::tensors> in;
       for (int t = 0; t < Op::tensors; ++t) {
-        in[t] = gather<T>(data[t + 1] + i * strides[t + 1], strides[t + 1], count, tensor_buffers[t]);
+        const int k = Op::first_tensor + t;
+        in[t] =
+            data[k] == nullptr ? in_buffers[t] : gather<T>(data[k] + i * strides[k], strides[k], count, in_buffers[t]);
       }
-      char* out_data = data[0] + i * strides[0];
-      T* out = strides[0] == sizeof(T) ? reinterpret_cast<T*>(out_data) : out_buffer;
+      std::array<T*, Op::outputs> out;
+      for (int k = 0; k < Op::outputs; ++k) {
+        out[k] = data[k] != nullptr && strides[k] == sizeof(T) ? reinterpret_cast<T*>(data[k]) + i : out_buffers[k];
+      }
+      const auto run = [&](const auto& parameters) {
+        if constexpr (Op::sums > 0) {
+          std::array<C*, Op::sums> at;
+          for (int s = 0; s < Op::sums; ++s) at[s] = reinterpret_cast<C*>(sums + s * call.sum_bytes + i * sum_stride);
+          sum_stride == 0 ? add_along(at, keep, in, parameters, count) : add_across(at, keep, in, parameters, count);
+        }
+        compute(out, keep, in, parameters, count);
+      };
       if (all_uniform) {
-        compute(out, in, uniform, count, kTensors, kParameters);
+        std::array<Uniform<C>, Op::parameters> parameters;
+        for (int p = 0; p < Op::parameters; ++p) parameters[p].value = *gather_parameter(p, i, 1, parameter_buffers[p]);
+        run(parameters);
       } else {
-        C parameter_buffers[Op::parameters + 1][kBlock]; // + 1: an array must not be empty
         std::array<const C*, Op::parameters> parameters;
         for (int p = 0; p < Op::parameters; ++p) {
-          parameters[p] = parameter_buffers[p];
-          const int64_t stride = strides[operand[p]];
-          if (operand[p] == 0 || stride == 0) {
-            std::fill_n(parameter_buffers[p], count, uniform[p].value);
-          } else if (iter.dtype(operand[p]) == compute_dtype) {
-            parameters[p] = gather<C>(data[operand[p]] + i * stride, stride, count, parameter_buffers[p]);
-          } else {
-            parameters[p] = gather<T>(data[operand[p]] + i * stride, stride, count, parameter_buffers[p]);
-          }
+          parameters[p] = gather_parameter(p, i, is_uniform(p) ? 1 : count, parameter_buffers[p]);
+          if (is_uniform(p)) parameters[p] = fill(parameter_buffers[p], *parameters[p], count);
         }
-        compute(out, in, parameters, count, kTensors, kParameters);
+        run(parameters);
       }
-      if (out == out_buffer) {
-        for (int64_t j = 0; j < count; ++j) *reinterpret_cast<T*>(out_data + j * strides[0]) = out_buffer[j];
+      for (int k = 0; k < Op::outputs; ++k) {
+        if (data[k] == nullptr || out[k] != out_buffers[k]) continue;
+        for (int64_t j = 0; j < count; ++j) *reinterpret_cast<T*>(data[k] + (i + j) * strides[k]) = out_buffers[k][j];
       }
     }
   }
 
-  static void launch(at::TensorIteratorBase& iter, const Numbers& numbers) {
-    dispatch<Op>(iter.dtype(0), [&](auto zero) {
+  static const C* fill(C* buffer, C value, int64_t n) {
+    std::fill_n(buffer, n, value);
+    return buffer;
+  }
+};
+
+// Writes the mask of a dense output, whose elements it reads in the order in which they lie in memory.
+template <class Op, class T>
+void write_mask(const T* output, int64_t numel, uint8_t* mask) {
+  at::Tensor bytes = at::from_blob(mask, {(numel + 7) / 8}, at::kByte);
+  at::TensorIterator::borrowing_nullary_op(bytes).for_each([&](char** data, const int64_t*, int64_t n, int64_t) {
+    const int64_t first = reinterpret_cast<uint8_t*>(data[0]) - mask;
+    for (int64_t i = first; i < first + n; ++i) {
+      uint8_t byte = 0;
+      for (int64_t j = 8 * i; j < std::min(8 * i + 8, numel); ++j) {
+        byte |= Op::keeps(static_cast<at::opmath_type<T>>(output[j])) << (j & 7);
+      }
+      mask[i] = byte;
+    }
+  });
+}
+
+template <class Op>
+struct MapLauncher {
+  static void launch(at::TensorIteratorBase& iter, const Call& call) {
+    dispatch<Op>(call.dtype, [&](auto zero) {
+      using T = decltype(zero);
       iter.for_each([&](char** data, const int64_t* strides, int64_t size0, int64_t size1) {
-        for_each_row(iter.ntensors(), data, strides, size1, [&](char** row) {
-          run<decltype(zero)>(iter, numbers, row, strides, size0);
-        });
+        for_each_row(
+            iter.ntensors(), data, strides, size1, [&](char** row) { Run<Op, T>(iter, call, row, strides)(size0); });
       });
+      if constexpr (Op::writes_mask) {
+        if (call.mask != nullptr) write_mask<Op>(static_cast<const T*>(iter.data_ptr(0)), iter.numel(), call.mask);
+      }
     });
   }
 };
 
 template <class Op>
 struct SumLauncher {
-  static constexpr auto kTensors = std::make_index_sequence<Op::tensors>();
-  static constexpr int kLanes = 16; // independent sums, since the compiler may not reorder one
-
-  template <class T, class C, size_t... t>
-  MULTIVERSIONED static C total(std::array<const T*, Op::tensors> in, int64_t n, std::index_sequence<t...>) {
-    C lanes[kLanes] = {}, sum{};
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-      for (int k = 0; k < kLanes; ++k) lanes[k] += Op::call(static_cast<C>(in[t][i + k])...);
-    }
-    for (; i < n; ++i) sum += Op::call(static_cast<C>(in[t][i])...);
-    for (int k = 0; k < kLanes; ++k) sum += lanes[k];
-    return sum;
-  }
-
-  template <class T, class C, size_t... t>
-  MULTIVERSIONED static void add_each(
-      C* sums, std::array<const T*, Op::tensors> in, int64_t n, std::index_sequence<t...>) {
-    INDEPENDENT_ITERATIONS
-    for (int64_t i = 0; i < n; ++i) sums[i] += Op::call(static_cast<C>(in[t][i])...);
-  }
-
-  template <class T>
-  static void run(char** data, const int64_t* strides, int64_t n) {
-    using C = at::opmath_type<T>;
-    for (int64_t i = 0; i < n; i += kBlock) {
-      const int64_t count = std::min(kBlock, n - i);
-      T buffers[Op::tensors][kBlock];
-      std::array<const T*, Op::tensors> in;
-      for (int t = 0; t < Op::tensors; ++t) {
-        in[t] = gather<T>(data[t + 1] + i * strides[t + 1], strides[t + 1], count, buffers[t]);
-      }
-      C* sums = reinterpret_cast<C*>(data[0] + i * strides[0]);
-      if (strides[0] == 0) { // the run lies in one channel
-        *sums += total<T, C>(in, count, kTensors);
-      } else { // the run goes through the channels
-        TORCH_INTERNAL_ASSERT_DEBUG_ONLY(strides[0] == sizeof(C));
-        add_each<T, C>(sums, in, count, kTensors);
-      }
-    }
-  }
-
   // Row r of the partial sums takes the r-th share of the elements.
-  static void launch(at::TensorIteratorBase& iter, const Rows& rows) {
-    dispatch<Op>(iter.dtype(1), [&](auto zero) {
+  static void launch(at::TensorIteratorBase& iter, const Call& call) {
+    dispatch<Op>(call.dtype, [&](auto zero) {
       auto add_up = [&](int64_t r) {
         auto loop = [&](char** data, const int64_t* strides, int64_t size0, int64_t size1) {
           for_each_row(iter.ntensors(), data, strides, size1, [&](char** row) {
-            row[0] += r * rows.bytes;
-            run<decltype(zero)>(row, strides, size0);
+            Run<Op, decltype(zero)>(iter, call, row, strides)(size0, row[0] + r * call.row_bytes, strides[0]);
           });
         };
-        const int64_t begin = r * iter.numel() / rows.count, end = (r + 1) * iter.numel() / rows.count;
+        const int64_t begin = r * iter.numel() / call.rows, end = (r + 1) * iter.numel() / call.rows;
         iter.serial_for_each(loop, {begin, end});
       };
       // An iterator over the numbers of the rows, one to a thread at a time: PyTorch's threads again.
-      at::Tensor numbers = at::arange(rows.count);
+      at::Tensor numbers = at::arange(call.rows);
       at::TensorIterator::borrowing_nullary_op(numbers).for_each(
           [&](char** data, const int64_t* strides, int64_t n, int64_t) {
             for (int64_t i = 0; i < n; ++i) add_up(*reinterpret_cast<int64_t*>(data[0] + i * strides[0]));
@@ -212,6 +299,6 @@ struct SumLauncher {
 };
 
 template <class Op>
-using Launcher = std::conditional_t<Op::is_sum, SumLauncher<Op>, MapLauncher<Op>>;
+using Launcher = std::conditional_t<(Op::sums > 0), SumLauncher<Op>, MapLauncher<Op>>;
 
 } // namespace my_cuda_op::cpu

@@ -4,9 +4,11 @@
 
 #include <c10/core/DeviceType.h>
 #include <c10/core/Scalar.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 #include <array>
+#include <bitset>
 #include <optional>
 #include <type_traits>
 
@@ -18,28 +20,30 @@ struct TensorIteratorBase;
 
 namespace my_cuda_op {
 
-constexpr int kMaxOperands = 6; // of one kernel, outputs and all
+constexpr int kMaxOperands = 8; // of one kernel, outputs and all
 
-// The parameters of a Map that were given as numbers; one that is absent is a tensor, and so an operand of the
-// iterator.
-using Numbers = std::array<std::optional<c10::Scalar>, 2>;
+// What a kernel must know beside the operands of its iterator. Those are, in this order: the partial sums (of an op
+// that has some), the op's outputs, its tensors, its parameters, and the mask that it reads; each only where present.
+struct Call {
+  c10::ScalarType dtype; // of the op's tensors and outputs
+  std::bitset<kMaxOperands> present; // by the op's own numbers (ops.h); a parameter that is a number is not present
+  std::array<std::optional<c10::Scalar>, 2> numbers; // by parameter
 
-// The rows of partial sums that a Sum writes. Which elements a row adds up depends on shapes only, never on threads or
-// timing, and so the result is the same from run to run.
-struct Rows {
-  int64_t count;
-  int64_t bytes; // from one row to the next
+  // One bit for each element, in the order in which the elements of a dense tensor lie in memory, in words of 32 bits.
+  // An op that writes a mask, where it is not null, writes one for its output. For one that reads it, the iterator's
+  // operand is as if the mask had bytes: that of element n is at mask + n.
+  uint8_t* mask = nullptr;
+
+  // Row r of the partial sums number s begins r * row_bytes + s * sum_bytes after the iterator's operand, which is
+  // expanded to the tensors' shape; all are zero before. Which elements a row adds up depends on shapes only, never on
+  // threads or timing, and so the result is the same from run to run.
+  int64_t rows = 0, row_bytes = 0, sum_bytes = 0;
 };
 
-// The operands of a Map are its output, its tensors, and those parameters that are tensors.
-// The operands of a Sum are its output and its tensors. The output is some rows of partial sums, one sum for each
-// channel, and zero before; the iterator sees the first row, expanded to the tensors' shape.
-template <class Op>
-using KernelFunction =
-    void (*)(at::TensorIteratorBase& iter, std::conditional_t<Op::is_sum, const Rows&, const Numbers&> rows_or_numbers);
+using Kernel = void (*)(at::TensorIteratorBase& iter, const Call& call);
 
 template <class Op>
-inline std::array<KernelFunction<Op>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> kernels{};
+inline std::array<Kernel, c10::COMPILE_TIME_MAX_DEVICE_TYPES> kernels{};
 
 template <template <class> class Launcher, class... Ops>
 bool register_kernels(c10::DeviceType device, ops::List<Ops...>) {
@@ -48,7 +52,7 @@ bool register_kernels(c10::DeviceType device, ops::List<Ops...>) {
 }
 
 template <class Op>
-KernelFunction<Op> kernel(c10::DeviceType device) {
+Kernel kernel(c10::DeviceType device) {
   auto function = kernels<Op>[static_cast<size_t>(device)];
   TORCH_CHECK_NOT_IMPLEMENTED(
       function != nullptr, Op::name, ": a tensor on ", device,
@@ -65,6 +69,8 @@ T number_as(const c10::Scalar& number) {
     return static_cast<T>(number.toComplexDouble());
   } else if constexpr (std::is_floating_point_v<T>) {
     return static_cast<T>(number.toDouble());
+  } else if (number.type() == c10::kUInt64) {
+    return static_cast<T>(number.toUInt64());
   } else {
     return static_cast<T>(number.toLong());
   }

@@ -17,38 +17,63 @@ namespace {
 using at::Scalar;
 using at::Tensor;
 
+template <class Parameter>
+constexpr const char* kType = std::is_same_v<Parameter, Tensor> ? "Tensor" : "Scalar";
+
+// "name.overload(arguments"
+std::string schema(const char* name, const std::string& overload, const std::string& arguments) {
+  return name + (overload.empty() ? "" : "." + overload) + "(" + arguments;
+}
+
+// One parameter, in a tensor or as a number; out of place and in place.
+template <class Op, class Value, class Define>
+void define_parametrized(const Define& define, const char* doc, const char* doc_) {
+  const std::string overload = std::is_same_v<Value, Tensor> ? "Tensor" : "";
+  const auto rest = " input, " + std::string(kType<Value>) + " " + Op::parameter_names[0] + ", int dim=1) -> ";
+  define(schema(Op::name, overload, "Tensor" + rest + "Tensor"), parametrized<Op, Value>, doc);
+  define(
+      schema((Op::name + std::string("_")).c_str(), overload, "Tensor(a!)" + rest + "()"), parametrized_<Op, Value>,
+      doc_);
+}
+
+// factor, value and perhaps a residual.
+template <class Op, class Factor, class Value, class Define>
+void define_affine(const Define& define, const std::string& overload, const char* doc) {
+  const auto rest = " input, " + std::string(kType<Factor>) + " factor, " + kType<Value> +
+                    " value, Tensor? residual=None, int dim=1) -> ";
+  define(schema(Op::name, overload, "Tensor" + rest + "Tensor"), affine<Op, Factor, Value>, doc);
+  define(
+      schema((Op::name + std::string("_")).c_str(), overload, "Tensor(a!)" + rest + "()"), affine_<Op, Factor, Value>,
+      "the same in place");
+  if constexpr (Op::writes_mask) {
+    define(
+        schema((Op::name + std::string("_masked")).c_str(), overload, "Tensor" + rest + "(Tensor, Tensor)"),
+        affine_masked<Op, Factor, Value>, "the same, and one bit for each element: does its gradient pass?");
+  }
+}
+template <class Op, class Define>
+void define_affine(const Define& define, const char* doc) {
+  define_affine<Op, Tensor, Tensor>(define, "Tensor", doc);
+  define_affine<Op, Tensor, Scalar>(define, "Tensor_Scalar", doc);
+  define_affine<Op, Scalar, Tensor>(define, "Scalar_Tensor", doc);
+  define_affine<Op, Scalar, Scalar>(define, "", doc);
+}
+
 // Calls define(schema, function, docstring) for each operator. One function serves both devices: what differs between
 // them begins at kernel<Op>(device). A parameter is a number, a tensor of one element, or a tensor with one element for
 // each index of dim.
 template <class Define>
 void operators(const Define& define) {
+  define_parametrized<ops::Scale, Tensor>(define, "input * factor", "input *= factor");
+  define_parametrized<ops::Scale, Scalar>(define, "input * factor", "input *= factor");
   define(
-      "scale.Tensor(Tensor input, Tensor factor, int dim=1) -> Tensor", parametrized<ops::Scale, Tensor>,
-      "input * factor");
-  define("scale(Tensor input, Scalar factor, int dim=1) -> Tensor", parametrized<ops::Scale, Scalar>, "input * factor");
-  define(
-      "scale_.Tensor(Tensor(a!) input, Tensor factor, int dim=1) -> ()", parametrized_<ops::Scale, Tensor>,
-      "input *= factor");
-  define(
-      "scale_(Tensor(a!) input, Scalar factor, int dim=1) -> ()", parametrized_<ops::Scale, Scalar>, "input *= factor");
-  define(
-      "scale_backward_factor(Tensor grad, Tensor input, Tensor factor, int dim=1) -> Tensor",
-      sum_of_products<ops::ScaleBackwardFactor>, "grad * input.conj(), summed to the shape of factor");
+      "scale_backward_factor(Tensor grad, Tensor input, Tensor factor, int dim=1) -> Tensor", scale_backward_factor,
+      "grad * input.conj(), summed to the shape of factor");
 
+  define_parametrized<ops::AddScalar, Tensor>(define, "input + value", "input += value");
+  define_parametrized<ops::AddScalar, Scalar>(define, "input + value", "input += value");
   define(
-      "add_scalar.Tensor(Tensor input, Tensor value, int dim=1) -> Tensor", parametrized<ops::AddScalar, Tensor>,
-      "input + value");
-  define(
-      "add_scalar(Tensor input, Scalar value, int dim=1) -> Tensor", parametrized<ops::AddScalar, Scalar>,
-      "input + value");
-  define(
-      "add_scalar_.Tensor(Tensor(a!) input, Tensor value, int dim=1) -> ()", parametrized_<ops::AddScalar, Tensor>,
-      "input += value");
-  define(
-      "add_scalar_(Tensor(a!) input, Scalar value, int dim=1) -> ()", parametrized_<ops::AddScalar, Scalar>,
-      "input += value");
-  define(
-      "add_scalar_backward_value(Tensor grad, Tensor value, int dim=1) -> Tensor", sum<ops::AddScalarBackwardValue>,
+      "add_scalar_backward_value(Tensor grad, Tensor value, int dim=1) -> Tensor", add_scalar_backward_value,
       "grad, summed to the shape of value");
 
   define("relu(Tensor input) -> Tensor", unary<ops::ReLU>, "max(input, 0); NaN stays NaN");
@@ -56,6 +81,16 @@ void operators(const Define& define) {
   define(
       "relu_backward(Tensor grad, Tensor result) -> Tensor", backward_by_result<ops::ReLUBackward>,
       "grad where result > 0 or is NaN, else 0");
+
+  define_affine<ops::ScaleAdd>(define, "input * factor + value (+ residual)");
+  define_affine<ops::ScaleAddReLU>(define, "max(input * factor + value (+ residual), 0)");
+  const std::string before = "Tensor grad, Tensor? input, Tensor? mask, int[] strides, ",
+                    after = " factor, Tensor? value, bool[4] needs, int dim=1) -> Tensor[]";
+  const char* doc =
+      "Those gradients of scale_add (and with a mask scale_add_relu) by input, factor, value and residual that are "
+      "needed, in one pass; strides: of the output, where there is a mask";
+  define(schema("scale_add_backward", "Tensor", before + "Tensor" + after), affine_backward<Tensor>, doc);
+  define(schema("scale_add_backward", "", before + "Scalar" + after), affine_backward<Scalar>, doc);
 }
 
 // "my_cuda_op::scale", "Tensor" of the schema scale.Tensor(...)
@@ -136,7 +171,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const auto name = my_cuda_op::operator_name(schema);
     const auto short_name = name.name.substr(name.name.rfind(':') + 1);
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.name.c_str(), name.overload_name.c_str());
-    my_cuda_op::bind(m, plain, short_name.c_str(), op, doc, function);
+    my_cuda_op::bind(m, plain, op, doc, function);
     names.insert(short_name);
   });
   for (const auto& name : names) plain.def(name.c_str(), [](const pybind11::args&) { return pybind11::none(); });

@@ -26,21 +26,37 @@ C10_HOST_DEVICE inline T conj(T x) {
   }
 }
 
-// An op that computes each element by itself, from `tensors` elements and `parameters` numbers (one for the whole
-// tensor, or one for each channel).
-template <int kTensors, int kParameters = 0>
-struct Map {
-  static constexpr bool is_sum = false;
-  static constexpr int tensors = kTensors, parameters = kParameters;
-  static constexpr const char* parameter_names[] = {nullptr}; // an op with parameters names them
+// What an operand that was not given counts as: x + nothing is x, also for x = -0.
+template <class T>
+C10_HOST_DEVICE constexpr T nothing() {
+  if constexpr (is_complex<T>) {
+    return T(-0.0, -0.0);
+  } else {
+    return static_cast<T>(-0.0);
+  }
+}
+
+// What an op computes at one element, where that is more than one number.
+template <class T, int kCount>
+struct Values {
+  T value[kCount];
 };
 
-// An op that adds up, for each channel, what every element of it contributes.
-template <int kTensors>
-struct Sum {
-  static constexpr bool is_sum = true;
-  static constexpr int tensors = kTensors, parameters = 0;
+// An op: how many outputs it has at each element, from how many tensors' elements and how many parameters (numbers for
+// the whole tensor, or for each channel). Of the tensors any but the first may be absent.
+template <int kTensors, int kParameters = 0, int kOutputs = 1>
+struct Map {
+  static constexpr int tensors = kTensors, parameters = kParameters, outputs = kOutputs;
+  static constexpr int sums = 0; // of something at every element of a channel
+  static constexpr bool writes_mask = false; // one bit an element, by keeps(output)
+  static constexpr bool reads_mask = false; // which is then call's first argument
+  static constexpr const char* parameter_names[] = {nullptr}; // an op with parameters names them
+  // Its operands: outputs, tensors, parameters, and the mask that it reads.
+  static constexpr int first_tensor = kOutputs, first_parameter = first_tensor + kTensors,
+                       mask_operand = first_parameter + kParameters;
 };
+template <class Op>
+inline constexpr int operands = Op::mask_operand + Op::reads_mask;
 
 // y = x * factor. Its derivative by x is Scale itself, with conj(factor): there is no kernel for it.
 struct Scale : Map<1, 1> {
@@ -51,16 +67,6 @@ struct Scale : Map<1, 1> {
   template <class T>
   C10_HOST_DEVICE static T call(T x, T factor) {
     return x * factor;
-  }
-};
-struct ScaleBackwardFactor : Sum<2> {
-  static constexpr const char *name = "scale_backward_factor", *parameter_names[] = {"factor"};
-  template <class T>
-  static constexpr bool takes = std::is_floating_point_v<T> || is_complex<T>;
-
-  template <class T>
-  C10_HOST_DEVICE static T call(T grad, T x) {
-    return grad * conj(x);
   }
 };
 
@@ -75,26 +81,22 @@ struct AddScalar : Map<1, 1> {
     return x + value;
   }
 };
-struct AddScalarBackwardValue : Sum<1> {
-  static constexpr const char *name = "add_scalar_backward_value", *parameter_names[] = {"value"};
-  template <class T>
-  static constexpr bool takes = ScaleBackwardFactor::takes<T>;
-
-  template <class T>
-  C10_HOST_DEVICE static T call(T grad) {
-    return grad;
-  }
-};
 
 // y = max(x, 0). Written with <=, which is false for NaN: a NaN goes through, and so does its gradient.
 struct ReLU : Map<1> {
   static constexpr const char* name = "relu";
+  static constexpr bool writes_mask = true;
   template <class T>
   static constexpr bool takes = !is_complex<T> && !is_barebones<T> && !std::is_same_v<T, bool>;
 
   template <class T>
   C10_HOST_DEVICE static T call(T x) {
     return x <= T(0) ? T(0) : x;
+  }
+  // Does the gradient pass where this is the output?
+  template <class T>
+  C10_HOST_DEVICE static bool keeps(T y) {
+    return !(y <= T(0));
   }
 };
 struct ReLUBackward : Map<2> {
@@ -104,14 +106,58 @@ struct ReLUBackward : Map<2> {
 
   template <class T>
   C10_HOST_DEVICE static T call(T y, T grad) {
-    return y <= T(0) ? T(0) : grad;
+    return ReLU::keeps(y) ? grad : T(0);
   }
+};
+
+// y = x * factor + value, and + residual where that is given; and the same with a ReLU.
+struct ScaleAdd : Map<2, 2> {
+  static constexpr const char *name = "scale_add", *parameter_names[] = {"factor", "value"};
+  template <class T>
+  static constexpr bool takes = AddScalar::takes<T>;
+
+  template <class T>
+  C10_HOST_DEVICE static T call(T x, T residual, T factor, T value) {
+    return x * factor + value + residual;
+  }
+};
+struct ScaleAddReLU : ScaleAdd {
+  static constexpr const char* name = "scale_add_relu";
+  static constexpr bool writes_mask = true;
+  template <class T>
+  static constexpr bool takes = ReLU::takes<T>;
+
+  template <class T>
+  C10_HOST_DEVICE static T call(T x, T residual, T factor, T value) {
+    return ReLU::call(ScaleAdd::call(x, residual, factor, value));
+  }
+  template <class T>
+  C10_HOST_DEVICE static bool keeps(T y) {
+    return ReLU::keeps(y);
+  }
+};
+// All derivatives at once: by x and by residual, and what the element adds to those by factor and by value. Without a
+// mask everything is kept.
+struct ScaleAddBackward : Map<2, 1, 2> {
+  static constexpr const char *name = "scale_add_backward", *parameter_names[] = {"factor"};
+  static constexpr bool reads_mask = true;
+  template <class T>
+  static constexpr bool takes = std::is_floating_point_v<T> || is_complex<T>;
+
+  template <class T>
+  C10_HOST_DEVICE static Values<T, 4> call(bool keep, T grad, T x, T factor) {
+    const T kept = keep ? grad : T(0);
+    return {kept * conj(factor), kept, kept * conj(x), kept};
+  }
+};
+struct ScaleAddBackwardSum : ScaleAddBackward {
+  static constexpr int sums = 2;
 };
 
 // What csrc/forward and csrc/backward compile, for each device.
 template <class... Ops>
 struct List {};
-using Forward = List<Scale, AddScalar, ReLU>;
-using Backward = List<ScaleBackwardFactor, AddScalarBackwardValue, ReLUBackward>;
+using Forward = List<Scale, AddScalar, ReLU, ScaleAdd, ScaleAddReLU>;
+using Backward = List<ReLUBackward, ScaleAddBackward, ScaleAddBackwardSum>;
 
 } // namespace my_cuda_op::ops

@@ -36,8 +36,12 @@ bool is_flat(const at::TensorIteratorBase& iter) {
 
 } // namespace
 
+bool is_one_plan(const at::TensorIteratorBase& iter) {
+  return is_flat(iter) || iter.can_use_32bit_indexing();
+}
+
 void for_each_plan(at::TensorIteratorBase& iter, c10::function_ref<void(const Plan&)> f) {
-  if (is_flat(iter) || iter.can_use_32bit_indexing()) {
+  if (is_one_plan(iter)) {
     f(make_plan(iter));
   } else {
     for (auto& part : iter.with_32bit_indexing()) f(make_plan(part));

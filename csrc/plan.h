@@ -32,6 +32,9 @@ struct Plan {
   } operand[kMaxOperands];
 };
 
+// Can one plan have all of it?
+bool is_one_plan(const at::TensorIteratorBase& iter);
+
 // Calls f with the iterator's plan, or, where offsets do not fit into 32 bits, with the plans of parts for which they
 // do. One-dimensional work whose operands are contiguous or uniform is never split.
 void for_each_plan(at::TensorIteratorBase& iter, c10::function_ref<void(const Plan&)> f);

@@ -1,4 +1,4 @@
-"""Forward and backward kernels for scale (``x * s``), add_scalar (``x + a``) and ReLU, on CPU and CUDA, for PyTorch.
+"""Forward and backward kernels for scale (``x * s``), add_scalar (``x + a``), ReLU and what is fused of them, for PyTorch.
 
 Functions are in :mod:`my_cuda_op.functional` and here, layers in :mod:`my_cuda_op.nn`, the dispatcher's operators in
 ``torch.ops.my_cuda_op``.
@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import torch  # before _C, which is linked against the libraries that this loads
 
-from my_cuda_op import _C, functional, library, nn  # noqa: F401
-from my_cuda_op.functional import add_scalar, add_scalar_, relu, relu_, scale, scale_
+try:
+    from my_cuda_op import _C
+except ImportError as error:
+    raise ImportError(
+        f"my_cuda_op: the compiled part, my_cuda_op._C, must be beside {__file__}, got: {error}. Where these are the "
+        "sources and not the installed package, start Python in another folder, or `python setup.py build_ext --inplace`"
+    ) from error
+from my_cuda_op import functional, library, nn  # noqa: F401
+from my_cuda_op.functional import *  # noqa: F403
+from my_cuda_op.functional import add_scalar, relu, scale
 
 __version__: str = _C.__version__
 
 __all__ = [
-    "add_scalar",
-    "add_scalar_",
+    *functional.__all__,
     "add_scalar_forward",
     "build_info",
     "functional",
     "multiply_by_two_forward",
     "my_custom_relu",
     "nn",
-    "relu",
-    "relu_",
-    "scale",
-    "scale_",
 ]
 
 

@@ -17,49 +17,57 @@ from torch.compiler import is_compiling
 from my_cuda_op import _C, reference
 
 _transforms_active = torch._C._are_functorch_transforms_active
+_Transform = torch._C._functorch.TransformType
 
 
 class Operator:
-    """An operator as Python calls it: its derivative, its kernels and its reference, and when which of them runs.
+    """An operator as Python calls it: its kernels and its reference, and when which of them runs.
+
+    A plain call runs the kernel, and is recorded where a derivative is needed (see csrc/autograd.h). Any other, of a
+    subclass or a dual number, under a transform of torch.func, or compiled, runs the reference, whose derivatives are
+    PyTorch's own and which Inductor fuses with its neighbours.
 
     Args:
         name: of the dispatcher's operators, of the functions of ``_C`` and of the reference.
-        function: its derivative.
+        function: its derivative; None for an operator that runs the reference where one is needed.
         saves_input: does a derivative by a parameter need the input?
     """
 
-    def __init__(self, name: str, function: type[Function], saves_input: bool = False) -> None:
+    def __init__(self, name: str, function: type[Function] | None = None, saves_input: bool = False) -> None:
         self.name, self.function, self.saves_input = name, function, saves_input
-        self.plain: Callable[..., Tensor | None] = getattr(_C.plain, name)
-        self.kernel: Callable[..., Tensor] = getattr(_C, name)
+        self.plain: Callable[..., Tensor | None] = getattr(_C.plain, name)  # None, with nothing done, where not plain
         self.kernel_: Callable[..., None] | None = getattr(_C, name + "_", None)  # in place
         self.reference: Callable[..., Tensor] = getattr(reference, name)
-        self.eager, self.eager_ = _eager(function), _in_place(function, self.kernel_)
-        function.vmap = _vmap(self.reference)
-        _C.set_derivative(name, function)
+        if function is not None:
+            _C.set_derivative(name, function)
 
     def __call__(self, *args: Any) -> Tensor:
         """The result, with its derivative recorded where one is needed."""
-        if is_compiling():  # Inductor fuses the reference with its neighbours; Dynamo refuses a Function with a jvp
-            return self.reference(*args)
-        if (output := self.plain(*args)) is not None:
+        if not is_compiling() and (output := self.plain(*args)) is not None:
             return output
-        if _transforms_active():
-            return self.reference(*args) if _is_nested_jvp() else self.function.apply(*args)
-        if forward_ad._current_level >= 0 or _requires_grad(args):
-            return self.eager.apply(*args)
-        return self.kernel(*args)
+        return self.reference(*args)
+
+    record = __call__  # what the dispatcher's operator does where autograd is to see it
 
     def in_place(self, input: Tensor, *args: Any) -> Tensor:
         """The same in place: changes the input and returns it."""
-        if is_compiling() or _transforms_active() or forward_ad._current_level >= 0 or _requires_grad(args):
+        if (
+            is_compiling()
+            or torch._C._is_tracing()
+            or _transforms_active()
+            or forward_ad._current_level >= 0
+            or _requires_grad(args)
+        ):
             self.assign(self, input, *args)
         elif _requires_grad((input,)):
             _C.check_inplace(input)  # before anything changes: mark_dirty would check afterwards
-            self.eager_.apply(input, *args)
+            self.record_in_place(input, *args)
         else:
             self.kernel_(input, *args)
         return input
+
+    def record_in_place(self, input: Tensor, *args: Any) -> None:
+        self.assign(self, input, *args)
 
     def assign(self, function: Callable[..., Tensor], input: Tensor, *args: Any) -> None:
         """``input.copy_(function(input, *args))``, where function is this operator or its reference."""
@@ -74,10 +82,44 @@ class Operator:
         input.copy_(output)
 
 
-def _is_nested_jvp() -> bool:
-    """Is forward mode inside forward mode? There a Function's jvp sees what it saved without the outer tangents."""
-    levels = torch._C._functorch.get_interpreter_stack()
-    return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1
+class Transformable(Operator):
+    """An operator whose Function has a jvp, too: its kernel also runs where a call is not plain."""
+
+    def __init__(self, name: str, function: type[Function], saves_input: bool = False) -> None:
+        super().__init__(name, function, saves_input)
+        self.kernel: Callable[..., Tensor] = getattr(_C, name)
+        self.eager, self.eager_ = _eager(function), _in_place(function, self.kernel_)
+        function.vmap = _vmap(self.reference)
+
+    def __call__(self, *args: Any) -> Tensor:
+        if is_compiling():  # Dynamo refuses a Function with a jvp
+            return self.reference(*args)
+        if (output := self.plain(*args)) is not None:
+            return output
+        if _runs_reference():
+            return self.reference(*args)
+        if _transforms_active():
+            return self.function.apply(*args)
+        if forward_ad._current_level >= 0 or _requires_grad(args):
+            return self.eager.apply(*args)
+        return self.kernel(*args)
+
+    def record(self, *args: Any) -> Tensor:
+        return self.eager.apply(*args)
+
+    def record_in_place(self, input: Tensor, *args: Any) -> None:
+        self.eager_.apply(input, *args)
+
+
+def _runs_reference() -> bool:
+    """Where a Function is not enough: torch.jit.trace records it as an opaque call of Python; functionalize refuses it;
+    and in forward mode inside forward mode its jvp sees what it saved without the outer tangents."""
+    if torch._C._is_tracing():
+        return True
+    if not _transforms_active():
+        return False
+    keys = [level.key() for level in torch._C._functorch.get_interpreter_stack()]
+    return _Transform.Functionalize in keys or keys.count(_Transform.Jvp) > 1
 
 
 def _requires_grad(args: tuple) -> bool:
@@ -128,6 +170,11 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
+def _template(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that stands for one of which only this much matters: saving that one would forbid its change."""
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
 def _expand(parameter: Tensor, shape: torch.Size, dim: int) -> Tensor:
     """The parameter at every element that it applies to."""
     channel = None if parameter.numel() == 1 else dim % len(shape)
@@ -156,7 +203,10 @@ class Scale(Function):
         ctx.set_materialize_grads(False)
         if isinstance(factor, Tensor):
             ctx.number = None
-            ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, factor)
+            ctx.factor = (factor.shape, factor.dtype, factor.device)
+            ctx.save_for_backward(
+                input if ctx.needs_input_grad[1] else None, factor if ctx.needs_input_grad[0] else None
+            )
             ctx.save_for_forward(input, factor)
         else:
             ctx.number = factor
@@ -166,11 +216,15 @@ class Scale(Function):
         if grad is None:
             return None, None, None
         input, factor = (None, ctx.number) if ctx.number is not None else ctx.saved_tensors
+        if all(ctx.needs_input_grad[:2]):
+            needs = [True, True, False, False]
+            grad_input, grad_factor = scale_add_backward(grad, input, None, (), factor, None, needs, ctx.dim)
+            return _like(grad_input, ctx.dtype), grad_factor, None
         grad_input = grad_factor = None
         if ctx.needs_input_grad[0]:
             grad_input = _like(scale(grad, _conj(factor), ctx.dim), ctx.dtype)
         if ctx.needs_input_grad[1]:
-            grad_factor = scale_backward_factor(grad, input, factor, ctx.dim)
+            grad_factor = scale_backward_factor(grad, input, _template(*ctx.factor), ctx.dim)
         return grad_input, grad_factor, None
 
     @staticmethod
@@ -232,8 +286,7 @@ class AddScalar(Function):
         ctx.dtype, ctx.output = input.dtype, (output.shape, output.dtype)
         ctx.set_materialize_grads(False)
         if isinstance(value, Tensor):
-            ctx.save_for_backward(value)
-            ctx.save_for_forward(value)
+            ctx.value = (value.shape, value.dtype, value.device)
 
     @staticmethod
     def backward(ctx, grad):
@@ -243,8 +296,7 @@ class AddScalar(Function):
         if ctx.needs_input_grad[0]:
             grad_input = _like(grad, ctx.dtype)
         if ctx.needs_input_grad[1]:
-            (value,) = ctx.saved_tensors
-            grad_value = add_scalar_backward_value(grad, value, ctx.dim)
+            grad_value = add_scalar_backward_value(grad, _template(*ctx.value), ctx.dim)
         return grad_input, grad_value, None
 
     @staticmethod
@@ -325,7 +377,10 @@ class ReLUBackward(Function):
     @staticmethod
     def backward(ctx, grad_output):
         (result,) = ctx.saved_tensors
-        return (None if grad_output is None else relu_backward(grad_output, result)), None
+        if grad_output is None:
+            return None, None
+        # Zeros and not None, as in stock PyTorch: torch.autograd.grad raises for an input that it does not reach.
+        return relu_backward(grad_output, result), torch.zeros_like(result) if ctx.needs_input_grad[1] else None
 
     @staticmethod
     def jvp(ctx, grad_tangent, result_tangent):
@@ -333,11 +388,69 @@ class ReLUBackward(Function):
         return torch.zeros_like(result) if grad_tangent is None else relu_backward(grad_tangent, result)
 
 
-scale = Operator("scale", Scale, saves_input=True)
-scale_backward_factor = Operator("scale_backward_factor", ScaleBackwardFactor)
-add_scalar = Operator("add_scalar", AddScalar)
-add_scalar_backward_value = Operator("add_scalar_backward_value", AddScalarBackwardValue)
-relu = Operator("relu", ReLU)
-relu_backward = Operator("relu_backward", ReLUBackward)
+class ScaleAdd(Function):
+    """All gradients in one pass."""
 
-OPERATORS = (scale, scale_backward_factor, add_scalar, add_scalar_backward_value, relu, relu_backward)
+    @staticmethod
+    def forward(input, factor, value, residual, dim):
+        return _C.scale_add(input, factor, value, residual, dim)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        input, factor, value, _, ctx.dim = inputs
+        output, mask = output if isinstance(output, tuple) else (output, None)
+        ctx.dtype, ctx.strides = input.dtype, () if mask is None else output.stride()
+        ctx.number = None if isinstance(factor, Tensor) else factor
+        ctx.value = (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else None
+        ctx.save_for_backward(
+            input if ctx.needs_input_grad[1] else None,  # no other derivative depends on it
+            mask,
+            None if ctx.number is not None else factor,
+        )
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return None, None, None, None, None
+        input, mask, factor = ctx.saved_tensors
+        factor = factor if ctx.number is None else ctx.number
+        needs = list(ctx.needs_input_grad[:4])
+        value = _template(*ctx.value) if needs[2] else None
+        gradients = iter(scale_add_backward(grad, input, mask, ctx.strides, factor, value, needs, ctx.dim))
+        by_input, by_factor, by_value, by_residual = (next(gradients) if need else None for need in needs)
+        if by_input is not None:
+            by_input = _like(by_input, ctx.dtype)
+        if by_residual is not None:
+            by_residual = _like(by_residual, ctx.dtype)
+        return by_input, by_factor, by_value, by_residual, None
+
+
+class ScaleAddReLU(ScaleAdd):
+    @staticmethod
+    def forward(input, factor, value, residual, dim):
+        return _C.scale_add_relu(input, factor, value, residual, dim)
+
+
+scale = Transformable("scale", Scale, saves_input=True)
+scale_backward_factor = Transformable("scale_backward_factor", ScaleBackwardFactor)
+add_scalar = Transformable("add_scalar", AddScalar)
+add_scalar_backward_value = Transformable("add_scalar_backward_value", AddScalarBackwardValue)
+relu = Transformable("relu", ReLU)
+relu_backward = Transformable("relu_backward", ReLUBackward)
+scale_add = Operator("scale_add", ScaleAdd, saves_input=True)
+scale_add_relu = Operator("scale_add_relu", ScaleAddReLU, saves_input=True)
+scale_add_backward = Operator("scale_add_backward")
+scale_add_relu_masked = Operator("scale_add_relu_masked")
+
+OPERATORS = (
+    scale,
+    scale_backward_factor,
+    add_scalar,
+    add_scalar_backward_value,
+    relu,
+    relu_backward,
+    scale_add,
+    scale_add_relu,
+    scale_add_relu_masked,
+    scale_add_backward,
+)

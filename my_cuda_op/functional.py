@@ -33,7 +33,18 @@ from my_cuda_op._C import plain  # the shortest way to a kernel; None where the 
 Number = int | float | complex | bool
 Parameter = Tensor | Number
 
-__all__ = ["add_scalar", "add_scalar_", "relu", "relu_", "scale", "scale_"]
+__all__ = [
+    "add_scalar",
+    "add_scalar_",
+    "relu",
+    "relu_",
+    "scale",
+    "scale_",
+    "scale_add",
+    "scale_add_",
+    "scale_add_relu",
+    "scale_add_relu_",
+]
 
 
 def scale(input: Tensor, factor: Parameter, *, dim: int = 1, inplace: bool = False) -> Tensor:
@@ -86,7 +97,8 @@ def add_scalar(input: Tensor, value: Parameter, *, dim: int = 1, inplace: bool =
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """The larger of the input and 0. NaN stays NaN; the sign of ``relu(-0.0)`` is not specified.
 
-    Equivalent to ``torch.relu(input)``. Saves its output for backward.
+    Equivalent to ``torch.relu(input)``. Saves its output for backward, which the next layer usually keeps anyway;
+    ``scale_add_relu(input, 1, 0)`` is the same with one bit saved for each element.
 
     Args:
         input: any shape; every dtype that ``torch.relu`` takes (not bool, not complex).
@@ -104,6 +116,80 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
     return run(_tensor("relu", input))
 
 
+def scale_add(
+    input: Tensor,
+    factor: Parameter,
+    value: Parameter,
+    *,
+    residual: Tensor | None = None,
+    dim: int = 1,
+    inplace: bool = False,
+) -> Tensor:
+    """Multiply by a factor, add a value, and add a residual, in one pass: ``input * factor + value + residual``.
+
+    Equivalent to ``input * factor + value``, and ``+ residual`` where that is given, computed without rounding in
+    between. Backward is one pass too, whichever of the arguments need a gradient. It saves the input where the factor
+    needs one, and no other tensor of its size.
+
+    Args:
+        input: any shape; every dtype that ``torch.add`` takes.
+        factor, value: each a number, a tensor of one element, or one of shape ``(input.size(dim),)``.
+        residual: a tensor of the input's shape and dtype, in any layout.
+        dim: the channel dimension, of both parameters.
+        inplace: overwrite the input, and return it.
+
+    Raises:
+        TypeError, IndexError, RuntimeError: as :func:`scale`.
+        RuntimeError: ``residual`` has another shape, dtype or device than the input.
+    """
+    if not inplace and not is_compiling():
+        output = plain.scale_add(input, factor, value, residual, dim)
+        if output is not None:
+            return output
+    return _affine(scale_add, autograd.scale_add, input, factor, value, residual, dim, inplace)
+
+
+def scale_add_relu(
+    input: Tensor,
+    factor: Parameter,
+    value: Parameter,
+    *,
+    residual: Tensor | None = None,
+    dim: int = 1,
+    inplace: bool = False,
+) -> Tensor:
+    """The larger of :func:`scale_add` and 0, in one pass.
+
+    Equivalent to ``torch.relu(input * factor + value)``, with ``+ residual`` where that is given, computed without
+    rounding in between. Saves one bit for each element for backward, and the input where the factor needs a gradient.
+
+    Args:
+        input: any shape; every dtype that ``torch.relu`` takes.
+        factor, value, residual, dim, inplace: as for :func:`scale_add`.
+
+    Raises:
+        TypeError, IndexError, RuntimeError: as :func:`scale_add` and :func:`relu`.
+    """
+    if not inplace and not is_compiling():
+        output = plain.scale_add_relu(input, factor, value, residual, dim)
+        if output is not None:
+            return output
+    return _affine(scale_add_relu, autograd.scale_add_relu, input, factor, value, residual, dim, inplace)
+
+
+def _affine(function, operator, input, factor, value, residual, dim, inplace):
+    tensors = (input, factor, value, residual)
+    if has_torch_function(tensors):
+        options = {"residual": residual, "dim": dim, "inplace": inplace}
+        return handle_torch_function(function, tensors, input, factor, value, **options)
+    if residual is not None and not isinstance(residual, Tensor):
+        raise TypeError(f"{operator.name}: residual must be a Tensor or None, got {type(residual).__name__}")
+    factor = check_parameter(operator.name, "factor", factor)
+    value = check_parameter(operator.name, "value", value)
+    run = operator.in_place if inplace else operator
+    return run(_tensor(operator.name, input), factor, value, residual, dim)
+
+
 def scale_(input: Tensor, factor: Parameter, *, dim: int = 1) -> Tensor:
     """:func:`scale` in place: ``input.mul_(factor)``."""
     return scale(input, factor, dim=dim, inplace=True)
@@ -119,6 +205,20 @@ def relu_(input: Tensor) -> Tensor:
     return relu(input, inplace=True)
 
 
+def scale_add_(
+    input: Tensor, factor: Parameter, value: Parameter, *, residual: Tensor | None = None, dim: int = 1
+) -> Tensor:
+    """:func:`scale_add` in place."""
+    return scale_add(input, factor, value, residual=residual, dim=dim, inplace=True)
+
+
+def scale_add_relu_(
+    input: Tensor, factor: Parameter, value: Parameter, *, residual: Tensor | None = None, dim: int = 1
+) -> Tensor:
+    """:func:`scale_add_relu` in place."""
+    return scale_add_relu(input, factor, value, residual=residual, dim=dim, inplace=True)
+
+
 def _tensor(op: str, input: Any) -> Tensor:
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: input must be a Tensor, got {type(input).__name__}")
@@ -130,12 +230,12 @@ _NUMBERS = (Tensor, float, int, complex, torch.SymInt, torch.SymFloat, torch.Sym
 
 def check_parameter(op: str, name: str, parameter: Any) -> Parameter:
     """The parameter as a tensor or a Python number; TypeError for anything else."""
-    if isinstance(parameter, int) and not -(2**63) <= parameter < 2**63:
-        raise OverflowError(f"{op}: {name} must fit into 64 bits, got {parameter}")
-    if isinstance(parameter, _NUMBERS):
-        return parameter
     if type(parameter).__module__ == "numpy" and getattr(parameter, "shape", None) == () and hasattr(parameter, "item"):
         parameter = parameter.item()  # a NumPy number, as the Python number it is
-        if isinstance(parameter, _NUMBERS):
-            return parameter
-    raise TypeError(f"{op}: {name} must be a number or a Tensor, got {type(parameter).__name__}")
+        if type(parameter).__module__ == "numpy":  # wider than any
+            parameter = complex(parameter) if parameter.dtype.kind == "c" else float(parameter)
+    if isinstance(parameter, int) and not -(2**63) <= parameter < 2**63:
+        raise OverflowError(f"{op}: {name} must fit into 64 bits, got {parameter}")
+    if not isinstance(parameter, _NUMBERS):
+        raise TypeError(f"{op}: {name} must be a number or a Tensor, got {type(parameter).__name__}")
+    return parameter

@@ -30,7 +30,7 @@ for operator in OPERATORS:
         impl(op, ["default", TRANSFORMS], operator.reference)  # "default": on devices without kernels
         register_fake(op, operator.reference)
         # Not register_autograd, which knows no jvp and so would silently drop the tangent of a dual number.
-        impl(op, "Autograd", _with_defaults(operator.eager.apply, operator.reference))
+        impl(op, "Autograd", _with_defaults(operator.record, operator.reference))
     if operator.kernel_ is not None:
         for op in _overloads(operator.name + "_"):
             in_place = partial(operator.assign, operator.reference)

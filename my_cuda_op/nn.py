@@ -17,18 +17,17 @@ from torch import Tensor, nn
 
 from my_cuda_op import functional as F
 
-__all__ = ["AddScalar", "ReLU", "Scale"]
+__all__ = ["AddScalar", "ReLU", "Scale", "ScaleAdd", "ScaleAddReLU"]
 
 
-class _WithParameter(nn.Module):
-    """What layers with one parameter share. ``self.<state>`` is what they hand to the function."""
+class _WithParameters(nn.Module):
+    """What layers with parameters share. ``self.<state>`` is what they hand to the function."""
 
-    state: str  # "weight" or "bias"
-    argument: str  # its name in __init__
+    arguments: dict[str, str]  # "weight" and "bias", and the name of each in __init__
 
     def __init__(
         self,
-        initial: F.Parameter,
+        initial: tuple[F.Parameter, ...],
         num_channels: int | None,
         learnable: bool | None,
         dim: int,
@@ -38,44 +37,59 @@ class _WithParameter(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        initial = F.check_parameter(name, self.argument, initial)
+        for what, value in (("num_channels", num_channels), ("dim", dim)):
+            if not (isinstance(value, int) and not isinstance(value, bool)) and (what, value) != ("num_channels", None):
+                raise TypeError(f"{name}: {what} must be an int, got {type(value).__name__}")
         if num_channels is not None and num_channels < 1:
             raise ValueError(f"{name}: num_channels must be at least 1, got {num_channels}")
         self.num_channels, self.dim, self.inplace = num_channels, dim, inplace
         self.learnable = num_channels is not None if learnable is None else learnable
-        self.initial = None if isinstance(initial, Tensor) else initial
+        self.initial: dict[str, F.Number] = {}
+        for (state, argument), value in zip(self.arguments.items(), initial, strict=True):
+            self._hold(state, argument, F.check_parameter(name, argument, value), device, dtype)
+
+    def _hold(self, state: str, argument: str, initial: F.Parameter, device: Any, dtype: torch.dtype | None) -> None:
         if isinstance(initial, Tensor):
             held = torch.atleast_1d(initial.detach().clone().to(device=device, dtype=dtype))
-            if held.dim() != 1 or num_channels not in (None, held.numel()):
-                expected = f"({num_channels},)" if num_channels else "(), (1,) or (C,)"
-                raise ValueError(f"{name}: {self.argument} must have shape {expected}, got {tuple(initial.shape)}")
-        elif self.learnable or num_channels is not None:
-            held = torch.full((num_channels or 1,), initial, device=device, dtype=dtype or torch.get_default_dtype())
+            if held.dim() != 1 or self.num_channels not in (None, held.numel()):
+                expected = f"({self.num_channels},)" if self.num_channels else "(), (1,) or (C,)"
+                raise ValueError(
+                    f"{type(self).__name__}: {argument} must have shape {expected}, got {tuple(initial.shape)}"
+                )
         else:
-            setattr(self, self.state, initial)
-            return
+            self.initial[state] = initial
+            if not self.learnable and self.num_channels is None:
+                setattr(self, state, initial)
+                return
+            dtype = dtype or torch.get_default_dtype()
+            if isinstance(initial, complex) and not dtype.is_complex:
+                raise TypeError(
+                    f"{type(self).__name__}: {argument} must be real, for a dtype of {dtype}, got {initial}"
+                )
+            held = torch.full((self.num_channels or 1,), initial, device=device, dtype=dtype)
         if self.learnable:
-            setattr(self, self.state, nn.Parameter(held))
+            setattr(self, state, nn.Parameter(held))
         else:
-            self.register_buffer(self.state, held)
+            self.register_buffer(state, held)
 
     def reset_parameters(self) -> None:
         """Fill with the number the layer was made with; one made from a tensor keeps what it holds."""
-        held = getattr(self, self.state)
-        if isinstance(held, Tensor) and self.initial is not None:
-            with torch.no_grad():
-                held.fill_(self.initial)
+        for state, initial in self.initial.items():
+            held = getattr(self, state)
+            if isinstance(held, Tensor):
+                with torch.no_grad():
+                    held.fill_(initial)
 
     def extra_repr(self) -> str:
-        held = getattr(self, self.state)
-        if isinstance(held, Tensor):
-            parts = [f"num_channels={held.numel()}", f"learnable={self.learnable}", f"dim={self.dim}"]
-        else:
-            parts = [f"{self.argument}={held}"]
+        held = {state: getattr(self, state) for state in self.arguments}
+        parts = [f"{self.arguments[state]}={value}" for state, value in held.items() if not isinstance(value, Tensor)]
+        channels = [value.numel() for value in held.values() if isinstance(value, Tensor)]
+        if channels:
+            parts += [f"num_channels={max(channels)}", f"learnable={self.learnable}", f"dim={self.dim}"]
         return ", ".join([*parts, "inplace=True"] if self.inplace else parts)
 
 
-class Scale(_WithParameter):
+class Scale(_WithParameters):
     """``input * factor``. See :func:`my_cuda_op.functional.scale`.
 
     Args:
@@ -87,7 +101,7 @@ class Scale(_WithParameter):
         device, dtype: of the parameter or buffer, as in ``torch.nn``.
     """
 
-    state, argument = "weight", "factor"
+    arguments = {"weight": "factor"}
 
     def __init__(
         self,
@@ -100,16 +114,16 @@ class Scale(_WithParameter):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(factor, num_channels, learnable, dim, inplace, device, dtype)
+        super().__init__((factor,), num_channels, learnable, dim, inplace, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.scale(input, self.weight, dim=self.dim, inplace=self.inplace)
 
 
-class AddScalar(_WithParameter):
+class AddScalar(_WithParameters):
     """``input + value``. See :func:`my_cuda_op.functional.add_scalar`; the arguments are those of :class:`Scale`."""
 
-    state, argument = "bias", "value"
+    arguments = {"bias": "value"}
 
     def __init__(
         self,
@@ -122,10 +136,43 @@ class AddScalar(_WithParameter):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(value, num_channels, learnable, dim, inplace, device, dtype)
+        super().__init__((value,), num_channels, learnable, dim, inplace, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.add_scalar(input, self.bias, dim=self.dim, inplace=self.inplace)
+
+
+class ScaleAdd(_WithParameters):
+    """``input * factor + value``, and ``+ residual`` where that is given to ``forward``.
+
+    See :func:`my_cuda_op.functional.scale_add`; the arguments are those of :class:`Scale`.
+    """
+
+    arguments = {"weight": "factor", "bias": "value"}
+
+    def __init__(
+        self,
+        factor: F.Parameter = 1.0,
+        value: F.Parameter = 0.0,
+        *,
+        num_channels: int | None = None,
+        learnable: bool | None = None,
+        dim: int = 1,
+        inplace: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__((factor, value), num_channels, learnable, dim, inplace, device, dtype)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return F.scale_add(input, self.weight, self.bias, residual=residual, dim=self.dim, inplace=self.inplace)
+
+
+class ScaleAddReLU(ScaleAdd):
+    """:class:`ScaleAdd`, and then the larger of that and 0. See :func:`my_cuda_op.functional.scale_add_relu`."""
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return F.scale_add_relu(input, self.weight, self.bias, residual=residual, dim=self.dim, inplace=self.inplace)
 
 
 class ReLU(nn.Module):

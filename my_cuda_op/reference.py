@@ -79,25 +79,96 @@ def as_channels(parameter: Tensor, ndim: int, channel: int | None) -> Tensor:
     return parameter.reshape([-1 if d == channel else 1 for d in range(ndim)])
 
 
-def _rounded(formula, input: Tensor, parameter: Tensor | Number) -> Tensor:
-    """formula(input, parameter) in the compute type, rounded to the result's."""
-    dtype = result_type(input, parameter)
+def _rounded(op: str, formula, input: Tensor, dim: int, **parameters: Tensor | Number) -> Tensor:
+    """formula(input, *parameters) in the compute type, rounded to the result's."""
+    dtype = input.dtype
+    for parameter in parameters.values():
+        dtype = torch.promote_types(dtype, result_type(input, parameter))
     compute = compute_type(dtype)
-    if isinstance(parameter, Tensor):
-        parameter = parameter.to(compute)
-    return formula(input.to(compute), parameter).to(dtype)
+    operands = []
+    for name, parameter in parameters.items():
+        parameter = broadcast(op, input, name, parameter, dim)
+        operands.append(parameter.to(compute) if isinstance(parameter, Tensor) else parameter)
+    return formula(input.to(compute), *operands).to(dtype)
 
 
 def scale(input: Tensor, factor: Tensor | Number, dim: int = 1) -> Tensor:
-    return _rounded(torch.mul, input, broadcast("scale", input, "factor", factor, dim))
+    return _rounded("scale", torch.mul, input, dim, factor=factor)
 
 
 def add_scalar(input: Tensor, value: Tensor | Number, dim: int = 1) -> Tensor:
-    return _rounded(torch.add, input, broadcast("add_scalar", input, "value", value, dim))
+    return _rounded("add_scalar", torch.add, input, dim, value=value)
 
 
 def relu(input: Tensor) -> Tensor:
     return torch.relu(input)
+
+
+def scale_add(
+    input: Tensor, factor: Tensor | Number, value: Tensor | Number, residual: Tensor | None = None, dim: int = 1
+) -> Tensor:
+    return _scale_add("scale_add", input, factor, value, residual, dim)
+
+
+def scale_add_relu(
+    input: Tensor, factor: Tensor | Number, value: Tensor | Number, residual: Tensor | None = None, dim: int = 1
+) -> Tensor:
+    return torch.relu(_scale_add("scale_add_relu", input, factor, value, residual, dim))
+
+
+def _scale_add(op, input, factor, value, residual, dim):
+    if residual is None:
+        return _rounded(op, lambda x, w, b: x * w + b, input, dim, factor=factor, value=value)
+    for what in ("shape", "dtype", "device"):
+        must, got = getattr(input, what), getattr(residual, what)
+        if got != must:
+            raise RuntimeError(f"{op}: residual must have the {what} of input, {must}, got {got}")
+    return _rounded(op, lambda x, w, b: x * w + b + residual.to(x.dtype), input, dim, factor=factor, value=value)
+
+
+def pack(output: Tensor) -> Tensor:
+    """The mask of a dense tensor that came out of a ReLU: bit n is that of the n-th element in memory."""
+    keep = ~(output <= 0).as_strided([output.numel()], [1])
+    keep = torch.nn.functional.pad(keep, [0, -keep.numel() % 32]).view(-1, 8)
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=output.device)
+    return (keep * weights).sum(1, dtype=torch.uint8)
+
+
+def unpack(mask: Tensor, size: list[int], strides: list[int]) -> Tensor:
+    """The mask as booleans, of an output of this size and these strides."""
+    bits = mask[:, None] >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
+    return bits.flatten().bool().as_strided(size, strides)
+
+
+def scale_add_relu_masked(
+    input: Tensor, factor: Tensor | Number, value: Tensor | Number, residual: Tensor | None = None, dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    output = scale_add_relu(input, factor, value, residual, dim)
+    return output, pack(output)
+
+
+def scale_add_backward(
+    grad: Tensor,
+    input: Tensor | None,
+    mask: Tensor | None,
+    strides: list[int],
+    factor: Tensor | Number,
+    value: Tensor | None,
+    needs: list[bool],
+    dim: int = 1,
+) -> list[Tensor]:
+    if mask is not None:
+        grad = torch.where(unpack(mask, grad.shape, strides), grad, 0)
+    by_input, by_factor, by_value, by_residual = needs
+    gradients = []
+    if by_input:
+        conjugate = factor.conj() if isinstance(factor, Tensor) else factor.conjugate()
+        gradients.append(scale(grad, conjugate, dim))
+    if by_factor:
+        gradients.append(scale_backward_factor(grad, input, factor, dim))
+    if by_value:
+        gradients.append(add_scalar_backward_value(grad, value, dim))
+    return gradients + [grad] * by_residual
 
 
 def scale_backward_factor(grad: Tensor, input: Tensor, factor: Tensor, dim: int = 1) -> Tensor:

@@ -35,6 +35,29 @@ class Op:
     formula_: Callable[..., Tensor]  # the same in place
     takes: Callable[[torch.dtype], bool]  # does the stock expression take a result of this dtype?
 
+    @property
+    def rounds_once(self) -> bool:
+        """Unlike the stock expression, which rounds after each of its steps."""
+        return len(self.parameters) > 1
+
+    def tolerance(self, dtype: torch.dtype) -> dict:
+        """How far a result of this dtype may be from the stock expression's, of numbers below 100."""
+        if self.name == "add_scalar" or not self.parameters or not (dtype.is_floating_point or dtype.is_complex):
+            return {}
+        if not self.rounds_once and not dtype.is_complex:
+            return {}
+        # A step's rounding, or one term of a complex product, may cancel: so the error is absolute.
+        eps = torch.finfo(torch.float32 if dtype == torch.complex32 else COMPUTE.get(dtype, dtype)).eps
+        return {"rtol": 4 * torch.finfo(dtype).eps, "atol": 128 * eps}
+
+    def strides(self, stock: Tensor, actual: Tensor) -> tuple:
+        """Stock's; but of dimensions along which there is at most one element, a chain of stock operators gives the
+        strides that come out of each of its steps, and we those of one step."""
+        if not self.rounds_once:
+            return stock.stride()
+        sizes = zip(stock.shape, stock.stride(), actual.stride(), strict=True)
+        return tuple(ours if size <= 1 or stock.numel() == 0 else its for size, its, ours in sizes)
+
     # Looked up at each call, so that a test may replace them.
     @property
     def function(self) -> Callable[..., Tensor]:
@@ -85,6 +108,11 @@ def as_channels(parameter, input, dim):
 # What torch 2.14 makes of bfloat16 and a complex number: a dtype in which it computes nothing yet.
 BCOMPLEX32 = getattr(torch, "bcomplex32", None)
 
+
+def _relu_takes(dtype):
+    return not dtype.is_complex and dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64)
+
+
 _OPS = [
     Op("scale", ("factor",), lambda x, w: x * w, lambda x, w: x.mul_(w), lambda dtype: dtype != BCOMPLEX32),
     Op(
@@ -99,7 +127,21 @@ _OPS = [
         (),
         torch.relu,
         torch.relu_,
-        lambda dtype: not dtype.is_complex and dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64),
+        _relu_takes,
+    ),
+    Op(
+        "scale_add",
+        ("factor", "value"),
+        lambda x, w, b: x * w + b,
+        lambda x, w, b: x.mul_(w).add_(b),
+        lambda dtype: dtype not in (torch.uint16, torch.uint32, torch.uint64, BCOMPLEX32),
+    ),
+    Op(
+        "scale_add_relu",
+        ("factor", "value"),
+        lambda x, w, b: torch.relu(x * w + b),
+        lambda x, w, b: x.mul_(w).add_(b).relu_(),
+        _relu_takes,
     ),
 ]
 OPS = {op.name: op for op in _OPS}

@@ -56,19 +56,26 @@ def check_backward(op, input, *parameters, grad, dim=1):
         comparable = (
             op.stock(*given, dim=dim).dtype == grad.dtype and grad.dtype != torch.complex32
         )  # stock cannot sum it
-        strides = gradients(op.stock, given, grad, dim=dim)[0].stride() if comparable else None
+        strides = op.strides(gradients(op.stock, given, grad, dim=dim)[0], got_input) if comparable else None
         eps = 64 * torch.finfo(expected.dtype).eps if grad.is_complex() and op.parameters else 0.0  # fused multiply-add
         assert_same(got_input, expected, strides=strides, rtol=eps, atol=eps, signed_zero=False)
-    for parameter in parameters:
+    for name, parameter in zip(op.parameters, parameters, strict=True):
         if differentiable(parameter):
-            check_sum(op, got.pop(0), input, parameter, grad, dim)
+            check_sum(terms(op, name, input, parameters, grad, dim), got.pop(0), parameter, grad, dim)
     assert not got
 
 
-def check_sum(op, got, input, parameter, grad, dim):
-    assert (got.dtype, got.shape, got.device) == (parameter.dtype, parameter.shape, parameter.device)
+def terms(op, name, input, parameters, grad, dim):
+    """What the gradient of this parameter is the sum of."""
     wide = torch.complex128 if grad.is_complex() else torch.float64
-    terms = grad.to(wide) * (input.to(wide).conj() if op.name == "scale" else 1)
+    grad = grad.to(wide)
+    if op.name.endswith("relu"):
+        grad = torch.where(op.expected(input, *parameters, dim=dim) <= 0, 0, grad)
+    return grad * input.to(wide).conj() if name == "factor" else grad
+
+
+def check_sum(terms, got, parameter, grad, dim):
+    assert (got.dtype, got.shape, got.device) == (parameter.dtype, parameter.shape, parameter.device)
     others = [d for d in range(grad.dim()) if parameter.numel() == 1 or d != dim % grad.dim()]
     exact, size = (t.sum(others) if others else t for t in (terms, terms.abs()))
     if not parameter.is_complex() and exact.is_complex():
@@ -82,7 +89,7 @@ def check_sum(op, got, input, parameter, grad, dim):
     too_far = (
         (got.to(exact.dtype).cpu() - exact.reshape(got.shape).cpu()).abs() > error.reshape(got.shape).cpu()
     ).nonzero()
-    assert not len(too_far), f"{op.name}: {len(too_far)} sums of {count} are wrong: got {got}, exact {exact}"
+    assert not len(too_far), f"{len(too_far)} sums of {count} are wrong: got {got}, exact {exact}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -133,7 +140,7 @@ def test_integer_input_with_a_learnable_parameter(op, device):
                 data((1,), torch.float32, device),
             ):
                 grad = make_input(of_grad, op.result_type(input, parameter), device)
-                check_backward(op, input, parameter, grad=grad)
+                check_backward(op, input, *[parameter] * len(op.parameters), grad=grad)
 
 
 @every_op
@@ -173,8 +180,10 @@ def test_large_sums_are_exact_to_rounding(op, shape, dtype, device):
     for parameter_shape in ((), (shape[1],)) if len(shape) > 1 else ((), (1,)):
         for parameter_dtype in {torch.float32, dtype}:
             parameter = torch.ones(parameter_shape, dtype=parameter_dtype, device=device, requires_grad=True)
-            (got,) = torch.autograd.grad(op(input, parameter), parameter, grad)
-            check_sum(op, got, input, parameter, grad, dim=1)
+            parameters = [parameter.detach().clone().requires_grad_() for _ in op.parameters]
+            gradients = torch.autograd.grad(op(input, *parameters), parameters, grad)
+            for name, got in zip(op.parameters, gradients, strict=True):
+                check_sum(terms(op, name, input, parameters, grad, 1), got, parameter, grad, dim=1)
 
 
 @every_parametrized_op
@@ -187,7 +196,7 @@ def test_sums_are_the_same_from_run_to_run(op, device):
             for count in (1, 2, 3, 2):
                 torch.set_num_threads(count)
                 parameter = torch.ones(parameter_shape, device=device, requires_grad=True)
-                results += torch.autograd.grad(op(input, parameter), parameter, grad)
+                results.append(torch.autograd.grad(op(input, *[parameter] * len(op.parameters)), parameter, grad)[0])
         finally:
             torch.set_num_threads(threads)
         for result in results[1:]:
@@ -208,11 +217,14 @@ def test_relu_gradient_at_special_values(device):
 
 @every_parametrized_op
 def test_only_what_needs_a_gradient_gets_one(op, device):
-    for needs_input, needs_parameter in ((True, False), (False, True)):
-        input = data((4, 3), torch.float32, device).requires_grad_(needs_input)
-        parameter = data((3,), torch.float32, device).requires_grad_(needs_parameter)
-        op(input, parameter).sum().backward()
-        assert (input.grad is not None, parameter.grad is not None) == (needs_input, needs_parameter)
+    for needs in itertools.product((True, False), repeat=1 + len(op.parameters)):
+        if not any(needs):
+            continue
+        input = data((4, 3), torch.float32, device).requires_grad_(needs[0])
+        parameters = [data((3,), torch.float32, device).requires_grad_(need) for need in needs[1:]]
+        op(input, *parameters).sum().backward()
+        assert tuple(t.grad is not None for t in (input, *parameters)) == needs
+    numbers = [2.0] * len(op.parameters)
     with torch.no_grad():
-        assert not op(data((4, 3), torch.float32, device).requires_grad_(), 2.0).requires_grad
-    assert not op(data((4, 3), torch.float32, device), 2.0).requires_grad
+        assert not op(data((4, 3), torch.float32, device).requires_grad_(), *numbers).requires_grad
+    assert not op(data((4, 3), torch.float32, device), *numbers).requires_grad

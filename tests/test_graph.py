@@ -13,7 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import my_cuda_op.functional as F
 
-SAVED = {"scale": 2, "add_scalar": 1}  # tensors, with a tensor for a parameter
+# What is saved of an input and parameters that are numbers, and that are tensors; all of them want a gradient.
+SAVED = {
+    "scale": ([], ["input", "factor"]),
+    "add_scalar": ([], []),
+    "relu": (["output"], None),
+    "scale_add": ([], ["input", "factor"]),
+    "scale_add_relu": (["mask"], ["input", "mask", "factor"]),
+}
 
 
 def recorded(op, kind, device):
@@ -27,7 +34,7 @@ def test_second_backward_needs_retain_graph(op, kind, device):
     first = torch.autograd.grad(y.sum(), tensors(args), retain_graph=True)
     second = torch.autograd.grad(y.sum(), tensors(args))
     assert all(map(torch.equal, first, second))
-    if op.name == "relu" or len(tensors(args)) > 1:  # the others save no tensor, as stock mul and add by a number
+    if SAVED[op.name][len(tensors(args)) > 1]:
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             y.sum().backward()
 
@@ -51,7 +58,7 @@ def test_forgets_what_it_saved_as_soon_as_it_is_done(op, kind, device):
             boxes.clear()
             with saved_tensors_hooks(pack, lambda box: box.tensor):
                 args, y = recorded(op, kind, device)
-            assert len(boxes) == (1 if op.name == "relu" else SAVED[op.name] if len(tensors(args)) > 1 else 0)
+            assert len(boxes) == len(SAVED[op.name][len(tensors(args)) > 1])
             assert all(box() is not None for box in boxes)
             finish(y)
             del y
@@ -86,11 +93,7 @@ class Log(TorchDispatchMode):
 
 def test_computes_only_the_gradients_that_are_asked_for(device):
     x, w = torch.ones(2, 3, device=device, requires_grad=True), torch.ones(3, device=device, requires_grad=True)
-    for inputs, ours in [
-        ([x], ["scale"]),
-        ([w], ["scale_backward_factor"]),
-        ([x, w], ["scale", "scale_backward_factor"]),
-    ]:
+    for inputs, ours in [([x], ["scale"]), ([w], ["scale_backward_factor"]), ([x, w], ["scale_add_backward"])]:
         y = F.scale(x, w)
         with Log() as log:
             torch.autograd.grad(y, inputs, torch.ones_like(y))

@@ -47,13 +47,21 @@ def make_args(op, dtype=torch.float64, device="cpu", requires_grad=False, shape=
     """Arguments by what the schema says of them: whole tensors, parameters of one number for each channel, numbers."""
     args = []
     for argument in op._schema.arguments:
-        kind = str(argument.type)
-        if kind == "Tensor":
-            whole = argument.name in ("input", "grad", "result", "residual")
+        kind, name = str(argument.type), argument.name
+        if name == "mask":
+            args.append(reference.pack(data(shape, torch.float64)).to(device))
+        elif kind in ("Tensor", "Optional[Tensor]"):
+            whole = name in ("input", "grad", "result", "residual")
             args.append(data(shape if whole else (shape[dim],), dtype, device).requires_grad_(requires_grad))
         else:
-            args.append({"number": 0.5, "int": dim}[kind])
+            strides = list(torch.empty(shape).stride())
+            args.append({"number": 0.5, "int": dim, "List[int]": strides, "List[bool]": _needs(op)}[kind])
     return args
+
+
+def _needs(op):
+    """All gradients but that by a number."""
+    return [True, base_name(op) == "scale_add_backward" and op._overloadname == "Tensor", True, True]
 
 
 def result(op, args, function=None):
@@ -65,15 +73,24 @@ def result(op, args, function=None):
     return target
 
 
+def several(outputs):
+    """One tensor as a list of one."""
+    return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+
+
 # What is registered
 
 
 def test_every_op_has_a_row_in_cases():
-    forward = {base_name(op) for op in OVERLOADS if "_backward" not in base_name(op)}
+    forward = {base_name(op) for op in OVERLOADS if not base_name(op).endswith("_masked")}
+    forward = {name for name in forward if "_backward" not in name}
     assert forward == {*OPS, *[name + "_" for name in OPS]}
     for name, op in OPS.items():
         schemas = [o._schema for o in OVERLOADS if base_name(o) == name]
-        assert all([a.name for a in s.arguments if a.name not in ("input", "dim")] == [*op.parameters] for s in schemas)
+        assert all(
+            [a.name for a in s.arguments if a.name not in ("input", "residual", "dim")] == [*op.parameters]
+            for s in schemas
+        )
 
 
 @pytest.mark.parametrize("module", [my_cuda_op, my_cuda_op.functional, reference], ids=lambda m: m.__name__)
@@ -89,7 +106,8 @@ def test_schema_marks_what_is_mutated(op):
     assert in_place(op) == base_name(op).endswith("_")
     written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
     assert written == (["input"] if in_place(op) else [])
-    assert [str(r.type) for r in schema.returns] == ([] if in_place(op) else ["Tensor"])
+    several = {"scale_add_relu_masked": ["Tensor", "Tensor"], "scale_add_backward": ["List[Tensor]"]}
+    assert [str(r.type) for r in schema.returns] == ([] if in_place(op) else several.get(base_name(op), ["Tensor"]))
     assert all(r.alias_info is None for r in schema.returns)  # a result never aliases an argument
 
 
@@ -170,9 +188,9 @@ def test_fake_tensors(op, caller):
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in real]
         actual = result(op, fake, caller(op))
-    target = expected(op, *real)
-    assert isinstance(actual, FakeTensor)
-    assert (actual.shape, actual.dtype, actual.stride()) == (target.shape, target.dtype, target.stride())
+    for actual, target in zip(several(actual), several(expected(op, *real)), strict=True):
+        assert isinstance(actual, FakeTensor)
+        assert (actual.shape, actual.dtype, actual.stride()) == (target.shape, target.dtype, target.stride())
 
 
 @each_overload
@@ -210,22 +228,27 @@ def test_requires_grad(op, caller, device):
 
     def run(f):
         output = f(*args)
-        grads = torch.autograd.grad(output.pow(2).sum(), tensors(args), allow_unused=True, materialize_grads=True)
-        return output, grads
+        loss = sum(o.pow(2).sum() for o in several(output) if o.requires_grad)
+        wanted = [a for a in tensors(args) if a.requires_grad]
+        return several(output), torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
 
     torch.testing.assert_close(run(caller(op)), run(lambda *args: expected(op, *args)))
     with torch.no_grad():
-        assert not caller(op)(*args).requires_grad
+        assert not any(o.requires_grad for o in several(caller(op)(*args)))
 
 
 def differentiable(op):
     """The positions of arguments whose derivative is not zero throughout: not of those that give a sign or a shape."""
 
     def constant(name):
-        return name == "result" or base_name(op).endswith("_backward_" + name)
+        return (
+            name in ("result", "mask")
+            or (name == "value" and "_backward" in base_name(op))
+            or base_name(op).endswith("_backward_" + name)
+        )
 
     arguments = op._schema.arguments
-    return [i for i, a in enumerate(arguments) if str(a.type) == "Tensor" and not constant(a.name)]
+    return [i for i, a in enumerate(arguments) if "Tensor" in str(a.type) and not constant(a.name)]
 
 
 @each_overload
@@ -306,9 +329,10 @@ def test_sparse_tensors_run_the_reference():
 @each_caller
 def test_meta_tensors(op, caller):
     args = make_args(op, device="meta")
-    actual, target = result(op, args, caller(op)), expected(op, *make_args(op))
-    assert actual.is_meta
-    assert (actual.shape, actual.dtype, actual.stride()) == (target.shape, target.dtype, target.stride())
+    outputs = several(result(op, args, caller(op))), several(expected(op, *make_args(op)))
+    for actual, target in zip(*outputs, strict=True):
+        assert actual.is_meta
+        assert (actual.shape, actual.dtype, actual.stride()) == (target.shape, target.dtype, target.stride())
 
 
 @pytest.mark.parametrize("op", [op for op in OVERLOADS if in_place(op) and len(op._schema.arguments) > 1], ids=str)

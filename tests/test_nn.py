@@ -18,6 +18,8 @@ LAYERS = {
     "Scale": (mnn.Scale, "scale", {"factor": "weight"}),
     "AddScalar": (mnn.AddScalar, "add_scalar", {"value": "bias"}),
     "ReLU": (mnn.ReLU, "relu", {}),
+    "ScaleAdd": (mnn.ScaleAdd, "scale_add", {"factor": "weight", "value": "bias"}),
+    "ScaleAddReLU": (mnn.ScaleAddReLU, "scale_add_relu", {"factor": "weight", "value": "bias"}),
 }
 TENSOR = torch.tensor([0.5, -1.5, 2.5])
 # name: (the number or tensor given, what else is given, what it is held as)

@@ -3,14 +3,16 @@
 
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/real.h>
 #include <ATen/ops/result_type.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
-#include "kernel.h"
-#include "parameters.h"
+#include "forward/forward.h"
 
 namespace my_cuda_op {
 
@@ -23,47 +25,128 @@ inline void check_pair(const char* op, const char* name, const at::Tensor& tenso
       grad.device());
 }
 
-// The gradient of a parameter, in its shape and dtype. A first step writes rows of partial sums, each of a fixed share
-// of the elements, in the compute type; a second adds the rows up. The order of both is fixed.
-template <class Op>
-at::Tensor sum_like(const std::array<at::Tensor, Op::tensors>& tensors, const at::Tensor& parameter, int64_t dim) {
-  constexpr int64_t kShare = 4096, kMaxRows = 1024; // elements of a channel that are worth a row; rows at most
-  const at::Tensor& grad = tensors[0];
-  const int64_t channels = parameter.numel();
-  const int64_t channel = channel_dim(Op::name, grad, Op::parameter_names[0], parameter, dim);
-  Rows rows{};
-  rows.count = std::clamp<int64_t>(grad.numel() / std::max<int64_t>(channels, 1) / kShare, 1, kMaxRows);
-  const bool one_row = rows.count == 1; // then it is the result already
-  const at::Tensor sums = at::zeros(
-      one_row ? parameter.sizes() : at::IntArrayRef{rows.count, channels},
-      grad.options().dtype(compute_type(grad.scalar_type())));
-  rows.bytes = one_row ? 0 : sums.stride(0) * sums.element_size();
-
-  at::TensorIteratorConfig config;
-  config.set_check_mem_overlap(false); // the sums are expanded on purpose
-  config.check_all_same_dtype(false).resize_outputs(false);
-  config.add_owned_output(broadcast(one_row ? sums : sums[0], grad.dim(), channel).expand(grad.sizes()));
-  for (const auto& tensor : tensors) config.add_owned_const_input(tensor);
-  auto iter = config.build();
-  kernel<Op>(grad.device().type())(iter, rows);
-
-  at::Tensor sum = one_row ? sums : sums.sum(0);
-  if (sum.is_complex() && !parameter.is_complex()) sum = at::real(sum).clone();
-  if (sum.sizes() == parameter.sizes()) return sum.to(parameter.scalar_type());
+// The sums as the gradient of the parameter, in its shape and dtype.
+inline at::Tensor as_gradient(at::Tensor sums, const at::Tensor& parameter) {
+  sums = parameter.numel() == 1 ? sums.sum() : sums.sum(0);
+  if (sums.is_complex() && !parameter.is_complex()) sums = at::real(sums).clone();
+  if (sums.sizes() == parameter.sizes()) return sums.to(parameter.scalar_type());
   // Copied: a result must not be a view of something else.
-  return at::empty(parameter.sizes(), parameter.options()).copy_(sum.view(parameter.sizes()));
+  return at::empty(parameter.sizes(), parameter.options()).copy_(sums.view(parameter.sizes()));
 }
 
-template <class Op>
-at::Tensor sum_of_products(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& parameter, int64_t dim) {
-  check_pair(Op::name, "input", input, grad);
-  const auto dtype = at::result_type(grad, input);
-  return sum_like<Op>({grad.to(dtype), input.to(dtype)}, parameter, dim);
+// Which gradients of scale_add are asked for: in the order of its arguments.
+struct Needs {
+  bool input, factor, value, residual;
+};
+
+// The gradients of scale_add and scale_add_relu that are needed, in one pass. `input` is needed for the factor's; the
+// mask is that of scale_add_relu, whose output had these strides. Gradients of parameters are summed up in two steps:
+// the kernel writes rows of partial sums, each of a fixed share of the elements, in the compute type, and then the rows
+// are added up.
+inline std::vector<at::Tensor> scale_add_backward(
+    const char* name,
+    const at::Tensor& grad,
+    const at::Tensor& input,
+    const at::Tensor& mask,
+    at::IntArrayRef strides,
+    const Parameter& factor,
+    const at::Tensor& value,
+    int64_t dim,
+    Needs needs) {
+  using Op = ops::ScaleAddBackward;
+  using Sum = ops::ScaleAddBackwardSum;
+  if (needs.factor) check_pair(name, "input", input, grad);
+  TORCH_CHECK(
+      !mask.defined() || (mask.scalar_type() == at::kByte && mask.numel() == (grad.numel() + 31) / 32 * 4 &&
+                          strides.size() == static_cast<size_t>(grad.dim())),
+      name, ": mask must have one bit for each element of grad, got ", mask.numel(), " bytes for ", grad.numel(),
+      " elements");
+  const auto* factor_tensor = std::get_if<at::Tensor>(&factor);
+  int64_t channel = factor_tensor == nullptr ? -1 : channel_dim(name, grad, "factor", *factor_tensor, dim);
+  if (needs.value) channel = std::max(channel, channel_dim(name, grad, "value", value, dim));
+  const int64_t channels = channel < 0 ? 1 : grad.size(channel);
+
+  Call call{.dtype = needs.factor ? at::result_type(grad, input) : grad.scalar_type()};
+  if (needs.input) call.dtype = at::promote_types(call.dtype, result_type(grad, factor));
+  const auto options = grad.options().dtype(call.dtype);
+  at::TensorIteratorConfig config;
+  config.set_check_mem_overlap(false).check_all_same_dtype(false).resize_outputs(false);
+  const bool sum = needs.factor || needs.value;
+  at::Tensor sums;
+  if (sum) {
+    // Elements that are worth a row, and the most rows; a block of the CUDA kernel has more than one channel where
+    // these are neighbours in memory.
+    constexpr int64_t kShare = 4096, kMaxRows = 1024;
+    const int64_t together =
+        channel >= 0 && grad.stride(channel) == 1 ? std::min<int64_t>(channels, 512 / grad.element_size()) : 1;
+    const int64_t share = together == 1 ? kShare : 4 * kShare;
+    call.rows = std::clamp<int64_t>(grad.numel() / std::max<int64_t>(channels, 1) * together / share, 1, kMaxRows);
+    sums = at::zeros({Sum::sums, call.rows, channels}, grad.options().dtype(compute_type(call.dtype)));
+    call.sum_bytes = sums.stride(0) * sums.element_size();
+    call.row_bytes = sums.stride(1) * sums.element_size();
+    const at::Tensor first = sums[0][0];
+    config.add_owned_output(broadcast(first, grad.dim(), channel).expand(grad.sizes()));
+  }
+  std::array<at::Tensor, Op::outputs> outputs; // by input, by residual
+  for (int k = 0; k < Op::outputs; ++k) {
+    if (!(k == 0 ? needs.input : needs.residual)) continue;
+    if (mask.defined()) {
+      outputs[k] = at::empty_strided(grad.sizes(), strides, options);
+    } else { // as stock PyTorch's result of grad * factor
+      Call layout{.dtype = call.dtype};
+      outputs[k] = lay_out<ops::Scale>(layout, {}, {grad, Parameter(factor), dim}).output(0);
+    }
+    config.add_owned_output(outputs[k]);
+    call.present.set(k);
+  }
+  config.add_owned_const_input(grad.to(call.dtype));
+  call.present.set(Op::first_tensor);
+  if (needs.factor) {
+    config.add_owned_const_input(input.to(call.dtype));
+    call.present.set(Op::first_tensor + 1);
+  }
+  add_parameter<Op>(config, call, grad, 0, needs.input ? factor : at::Scalar(1), dim);
+  if (mask.defined()) {
+    // It has no bytes for TensorIterator to address: element n of the output is bit n.
+    call.mask = static_cast<uint8_t*>(mask.data_ptr());
+    config.add_owned_const_input(
+        at::from_blob(call.mask, grad.sizes(), strides, [](void*) {}, mask.options(), mask.device()));
+    call.present.set(Op::mask_operand);
+  }
+  auto iter = config.build();
+  (sum ? kernel<Sum> : kernel<Op>)(grad.device().type())(iter, call);
+
+  std::vector<at::Tensor> gradients;
+  if (needs.input) gradients.push_back(outputs[0]);
+  if (needs.factor) gradients.push_back(as_gradient(sums[0], *factor_tensor));
+  if (needs.value) gradients.push_back(as_gradient(sums[1], value));
+  if (needs.residual) gradients.push_back(outputs[1]);
+  return gradients;
 }
 
-template <class Op>
-at::Tensor sum(const at::Tensor& grad, const at::Tensor& parameter, int64_t dim) {
-  return sum_like<Op>({grad}, parameter, dim);
+template <class Factor>
+std::vector<at::Tensor> affine_backward(
+    const at::Tensor& grad,
+    const std::optional<at::Tensor>& input,
+    const std::optional<at::Tensor>& mask,
+    at::IntArrayRef strides,
+    const Factor& factor,
+    const std::optional<at::Tensor>& value,
+    std::array<bool, 4> needs,
+    int64_t dim) {
+  return scale_add_backward(
+      "scale_add_backward", grad, input.value_or(at::Tensor()), mask.value_or(at::Tensor()), strides, factor,
+      value.value_or(at::Tensor()), dim, {needs[0], needs[1], needs[2], needs[3]});
+}
+
+inline at::Tensor scale_backward_factor(
+    const at::Tensor& grad, const at::Tensor& input, const at::Tensor& factor, int64_t dim) {
+  return scale_add_backward("scale_backward_factor", grad, input, {}, {}, factor, {}, dim, {.factor = true})[0];
+}
+
+inline at::Tensor add_scalar_backward_value(const at::Tensor& grad, const at::Tensor& value, int64_t dim) {
+  return scale_add_backward(
+      "add_scalar_backward_value", grad, {}, {}, {}, at::Scalar(1), value, dim, {.value = true})[0];
 }
 
 template <class Op>
@@ -76,7 +159,9 @@ at::Tensor backward_by_result(const at::Tensor& grad, const at::Tensor& result) 
   config.add_owned_const_input(result.to(dtype)); // first: the strides of the gradient follow it, as in stock PyTorch
   config.add_owned_const_input(grad.to(dtype));
   auto iter = config.build();
-  kernel<Op>(grad.device().type())(iter, {});
+  Call call{.dtype = dtype};
+  call.present.set(0).set(Op::first_tensor).set(Op::first_tensor + 1);
+  kernel<Op>(grad.device().type())(iter, call);
   return iter.output(0);
 }
 
