@@ -40,8 +40,13 @@ struct PlainTensor {
   pybind11::handle object;
 };
 inline bool is_plain(PyObject* object) {
-  return THPVariable_CheckExact(object) && !at::impl::torch_function_mode_enabled() && !is_transformed() &&
-         !THPVariable_Unpack(object)._fw_grad(/*level=*/0).defined() && !torch::jit::tracer::isTracing();
+  if (!THPVariable_CheckExact(object) || at::impl::torch_function_mode_enabled() || is_transformed() ||
+      torch::jit::tracer::isTracing()) {
+    return false;
+  }
+  const auto& tensor = THPVariable_Unpack(object);
+  constexpr c10::DispatchKeySet batched{c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched};
+  return !tensor.key_set().has_any(batched) && !tensor._fw_grad(/*level=*/0).defined();
 }
 
 // A Python number. (at::Scalar does not load from Python; and pybind11's own double takes whatever has a __float__,

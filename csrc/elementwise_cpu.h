@@ -244,7 +244,7 @@ struct Run {
 // Writes the mask of a dense output, whose elements it reads in the order in which they lie in memory.
 template <class Op, class T>
 void write_mask(const T* output, int64_t numel, uint8_t* mask) {
-  at::Tensor bytes = at::from_blob(mask, {(numel + 7) / 8}, at::kByte);
+  at::Tensor bytes = at::from_blob(mask, {(numel + 31) / 32 * 4}, at::kByte);
   at::TensorIterator::borrowing_nullary_op(bytes).for_each([&](char** data, const int64_t*, int64_t n, int64_t) {
     const int64_t first = reinterpret_cast<uint8_t*>(data[0]) - mask;
     for (int64_t i = first; i < first + n; ++i) {

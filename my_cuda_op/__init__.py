@@ -1,4 +1,4 @@
-"""Forward and backward kernels for scale (``x * s``), add_scalar (``x + a``), ReLU and what is fused of them, for PyTorch.
+"""Scale (``x * s``), add_scalar (``x + a``), ReLU and what is fused of them, forward and backward, for PyTorch.
 
 Functions are in :mod:`my_cuda_op.functional` and here, layers in :mod:`my_cuda_op.nn`, the dispatcher's operators in
 ``torch.ops.my_cuda_op``.
@@ -13,7 +13,8 @@ try:
 except ImportError as error:
     raise ImportError(
         f"my_cuda_op: the compiled part, my_cuda_op._C, must be beside {__file__}, got: {error}. Where these are the "
-        "sources and not the installed package, start Python in another folder, or `python setup.py build_ext --inplace`"
+        "sources and not the installed package: start Python in another folder, or build it here with "
+        "`python setup.py build_ext --inplace`."
     ) from error
 from my_cuda_op import functional, library, nn  # noqa: F401
 from my_cuda_op.functional import *  # noqa: F403

@@ -10,7 +10,7 @@ A parameter of an operator (``factor``, ``value``) is held as
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ __all__ = ["AddScalar", "ReLU", "Scale", "ScaleAdd", "ScaleAddReLU"]
 class _WithParameters(nn.Module):
     """What layers with parameters share. ``self.<state>`` is what they hand to the function."""
 
-    arguments: dict[str, str]  # "weight" and "bias", and the name of each in __init__
+    arguments: ClassVar[dict[str, str]]  # "weight" and "bias", and the name of each in __init__
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Scale(_WithParameters):
         device, dtype: of the parameter or buffer, as in ``torch.nn``.
     """
 
-    arguments = {"weight": "factor"}
+    arguments: ClassVar = {"weight": "factor"}
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Scale(_WithParameters):
 class AddScalar(_WithParameters):
     """``input + value``. See :func:`my_cuda_op.functional.add_scalar`; the arguments are those of :class:`Scale`."""
 
-    arguments = {"bias": "value"}
+    arguments: ClassVar = {"bias": "value"}
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class ScaleAdd(_WithParameters):
     See :func:`my_cuda_op.functional.scale_add`; the arguments are those of :class:`Scale`.
     """
 
-    arguments = {"weight": "factor", "bias": "value"}
+    arguments: ClassVar = {"weight": "factor", "bias": "value"}
 
     def __init__(
         self,

@@ -131,7 +131,8 @@ def test_to_dtype(name, form, dtype, device):
     layer = layer.half() if dtype == torch.float16 else layer.to(dtype)
     assert all(state.dtype == dtype for state in layer.state_dict().values())
     x = input(device, dtype)
-    torch.testing.assert_close(layer(x), expected(layer, name, x), rtol=0, atol=0)
+    tolerance = OPS[LAYERS[name][1]].tolerance(dtype) or {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(layer(x), expected(layer, name, x), **tolerance)
 
 
 @each_layer
@@ -270,8 +271,9 @@ def test_swapping_and_sharing_parameters(name, form):
     if FORMS[form][2] != "parameter" or not LAYERS[name][2]:
         pytest.skip("holds no parameter")
     layer, other = make(name, form), make(name, form)
-    state = next(iter(LAYERS[name][2].values()))
-    setattr(other, state, getattr(layer, state))  # tied weights
+    for state in LAYERS[name][2].values():
+        setattr(other, state, getattr(layer, state))  # tied weights
     nn.Sequential(layer, other)(input()).sum().backward()
-    assert getattr(layer, state).grad is getattr(other, state).grad
-    assert len(list(nn.Sequential(layer, other).parameters())) == 1
+    for state in LAYERS[name][2].values():
+        assert getattr(layer, state).grad is getattr(other, state).grad
+    assert len(list(nn.Sequential(layer, other).parameters())) == len(LAYERS[name][2])
