@@ -56,11 +56,12 @@ struct Operands {
   // The dimensions from the fastest to the slowest. Offsets of work with more than one fit into 32 bits (see
   // for_each_plan), and division by an invariant is then a multiplication.
   int ndim;
+  bool narrow;
   Divider sizes[kDims];
   int64_t strides[kDims][kCount];
 
   // The plan's operands from number `next` on; no dimensions yet.
-  Operands(const Plan& plan, const Call& call, int next) : numbers{}, ndim(0) {
+  Operands(const Plan& plan, const Call& call, int next) : numbers{}, ndim(0), narrow(plan.ndim > 1) {
     mask = reinterpret_cast<uint32_t*>(call.mask);
     for (int p = 0; p < Op::parameters; ++p) {
       if (call.numbers[p]) numbers[p] = number_as<C>(*call.numbers[p]);
@@ -93,17 +94,26 @@ struct Operands {
   // Adds the offsets of item `index` of all dimensions; returns its index in dimension 0.
   __device__ int64_t add_offsets(int64_t index, int64_t (&offsets)[kCount]) const {
     int64_t first = 0;
+    if (!narrow) {
+      first = index;
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) offsets[k] += index * strides[0][k];
+      return first;
+    }
+    uint32_t rest = static_cast<uint32_t>(index), sums[kCount] = {};
     for (int d = 0; d < ndim; ++d) {
-      int64_t i = index;
+      uint32_t i = rest;
       if (d + 1 < ndim) {
-        const auto divided = sizes[d].divmod(static_cast<uint32_t>(index));
-        index = divided.div;
+        const auto divided = sizes[d].divmod(rest);
+        rest = divided.div;
         i = divided.mod;
       }
       if (d == 0) first = i;
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) offsets[k] += i * strides[d][k];
+      for (int k = 0; k < kCount; ++k) sums[k] += i * static_cast<uint32_t>(strides[d][k]);
     }
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) offsets[k] += static_cast<int32_t>(sums[k]);
     return first;
   }
 };
@@ -155,9 +165,16 @@ __device__ void load_parameters(
 #pragma unroll
       for (int i = 0; i < kLanes<T>; ++i) lanes[p][i] = a.numbers[p];
     } else if (a.wide[k]) {
+      constexpr int kParts = kLanes<T> / kLanes<C>; // vectors
 #pragma unroll
-      for (int i = 0; i < kLanes<T>; ++i)
-        lanes[p][i] = *reinterpret_cast<const C*>(data + (i < count ? i : 0) * stride);
+      for (int part = 0; part < kParts; ++part) {
+        C some[kLanes<C>];
+        const int left = count - part * kLanes<C>;
+        load<C>(
+            some, data + (left > 0 ? part * kLanes<C> * stride : 0), stride, count == kLanes<T> && a.aligned[k], left);
+#pragma unroll
+        for (int i = 0; i < kLanes<C>; ++i) lanes[p][part * kLanes<C> + i] = some[i];
+      }
     } else {
       load<T>(lanes[p], data, stride, count == kLanes<T> && a.aligned[k], count);
     }

@@ -12,8 +12,8 @@ struct MapArguments {
   Operands<Op, T, kFlat ? 1 : kMaxDims> operands; // their dimension 0 counts vectors
 };
 
-// kFlat: every tensor is contiguous and aligned, every parameter one number.
-template <class Op, class T, bool kFlat>
+// kFlat: every tensor is contiguous and aligned, every parameter one number. kMask: writes the mask.
+template <class Op, class T, bool kFlat, bool kMask>
 __global__ void __launch_bounds__(kThreads) map_kernel(const MapArguments<Op, T, kFlat> a) {
   using C = at::opmath_type<T>;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -33,13 +33,10 @@ __global__ void __launch_bounds__(kThreads) map_kernel(const MapArguments<Op, T,
     C parameters[Op::parameters + 1][kLanes<T>];
     load_parameters(parameters, a.operands, offsets, count);
     compute<kFlat>(a.operands, offsets, parameters, count, [&](int lane, const auto& values) {
-      if constexpr (Op::writes_mask) {
-        bits |= Op::keeps(static_cast<C>(static_cast<T>(values.value[0]))) << lane;
-      }
+      if constexpr (kMask) bits |= Op::keeps(values.value[0]) << lane;
     });
   }
-  if constexpr (Op::writes_mask) {
-    if (a.operands.mask == nullptr) return;
+  if constexpr (kMask) {
     // Neighbouring threads have neighbouring vectors: together they fill a word.
     constexpr int kSharers = 32 / kLanes<T>;
     const int part = threadIdx.x % kSharers;
@@ -93,7 +90,11 @@ struct MapLauncher {
       }
     }
     const int64_t blocks = (a.vectors + kThreads - 1) / kThreads;
-    launch_kernel(plan.device, dim3(blocks), &map_kernel<Op, T, kFlat>, a);
+    if (Op::writes_mask && call.mask != nullptr) {
+      launch_kernel(plan.device, dim3(blocks), &map_kernel<Op, T, kFlat, Op::writes_mask>, a);
+    } else {
+      launch_kernel(plan.device, dim3(blocks), &map_kernel<Op, T, kFlat, false>, a);
+    }
   }
 };
 

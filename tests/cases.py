@@ -36,6 +36,11 @@ class Op:
     takes: Callable[[torch.dtype], bool]  # does the stock expression take a result of this dtype?
 
     @property
+    def recorded(self) -> str:
+        """The dispatcher's operator that runs where a derivative is recorded."""
+        return self.name + "_masked" if hasattr(torch.ops.my_cuda_op, self.name + "_masked") else self.name
+
+    @property
     def rounds_once(self) -> bool:
         """Unlike the stock expression, which rounds after each of its steps."""
         return len(self.parameters) > 1

@@ -285,7 +285,7 @@ def test_grad_fn_is_named_after_the_op(op, kind, inplace, device):
     args = make_args(op, kind, device=device, requires_grad=True)
     args[0] = args[0].clone()
     name = op(*args, inplace=inplace).grad_fn.name().lower()
-    if not (inplace and len(tensors(args)) > 1):  # which copies
+    if not (inplace and (len(tensors(args)) > 1 or op.rounds_once)):  # which copies
         assert op.name.replace("_", "") in name
 
 
