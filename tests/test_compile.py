@@ -1,7 +1,6 @@
-"""torch.compile and torch.export: one graph, the same results, strides and errors as without, no wrong derivative."""
+"""torch.compile: one graph, the same results, strides and errors as without, no wrong derivative."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -261,30 +260,3 @@ def test_transforms_of_dispatcher_ops_inside(device):
             return lambda *a: {name: t(f, a) for name, t in TRANSFORMS.items()}
 
         torch.testing.assert_close(compiled(run(f))(x, w), run(stock)(x, w))
-
-
-# torch.export
-
-
-@pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
-def test_export_with_a_dynamic_batch_saved_and_reloaded(strict, device):
-    model, file = layers().eval().to(device), io.BytesIO()
-    x = data((2, 2, 6, 6), torch.float32, device)
-    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=strict)
-    torch.export.save(program, file)
-    file.seek(0)
-    loaded = torch.export.load(file).module()
-    for batch in (2, 5):
-        x = data((batch, 2, 6, 6), torch.float32, device)
-        torch.testing.assert_close(loaded(x), model(x))
-
-
-@pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
-def test_export_of_functions(strict, device):
-    class Everything(nn.Module):
-        forward = staticmethod(everything)
-
-    args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments(device))
-    program = torch.export.export(Everything(), args, strict=strict)
-    torch.testing.assert_close(program.module()(*args), everything(*args))
-    torch.testing.assert_close(program.run_decompositions().module()(*args), everything(*args))
