@@ -80,28 +80,14 @@ def arguments(device):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_inductor(dynamic, device):
-    f = compiled(everything, backend="inductor", dynamic=dynamic)
-    args = [
-        data((2, 3, 4), torch.float32, device),
-        0.5,
-        2,
-        data((3,), torch.float32, device),
-        data((3,), torch.float32, device),
-    ]
-    args = [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    f, args = compiled(everything, backend="inductor", dynamic=dynamic), arguments(device)
     torch.testing.assert_close(output_and_grads(f, args), output_and_grads(stock, args))
+    transposed = [args[0].detach().mT.contiguous().mT, *args[1:]]
+    assert f(*transposed).stride() == everything(*transposed).stride() == (12, 1, 3)
 
 
 def test_reduce_overhead(cuda):
-    f = compiled(everything, backend="inductor", mode="reduce-overhead")
-    args = [
-        data((2, 3, 4), torch.float32, cuda),
-        0.5,
-        2,
-        data((3,), torch.float32, cuda),
-        data((3,), torch.float32, cuda),
-    ]
-    args = [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    f, args = compiled(everything, backend="inductor", mode="reduce-overhead"), arguments(cuda)
     for _ in range(4):  # warm up, capture, replay
         torch.compiler.cudagraph_mark_step_begin()
         torch.testing.assert_close(output_and_grads(f, args), output_and_grads(stock, args))
@@ -190,10 +176,11 @@ def layers():
     )
 
 
-def test_training_step_of_layers(device):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_training_step_of_layers(backend, device):
     model, x = layers().to(device), data((2, 2, 6, 6), torch.float32, device)
     twin = copy.deepcopy(model)
-    for m, run in ((model, model), (twin, compiled(twin))):
+    for m, run in ((model, model), (twin, compiled(twin, backend=backend))):
         optimizer = torch.optim.SGD(m.parameters(), 0.1)
         for _ in range(3):
             optimizer.zero_grad()
