@@ -1,27 +1,34 @@
 """PyTorch's own samples: what it tests its mul, add and relu with, from numbers to odd strides, tests ours."""
 
+import functools
 import warnings
 from collections import Counter
 
+import hypothesis
 import pytest
 import torch
 from cases import COMPLEX, COMPUTE, DTYPES, OPS, assert_same, short
 from torch import Tensor
 from torch.testing import make_tensor
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from torch.testing._internal.common_methods_invocations import op_db
+STOCK = {"scale": "mul", "add_scalar": "add", "relu": "nn.functional.relu"}
+each_op = pytest.mark.parametrize("op", [OPS[name] for name in STOCK], ids=list(STOCK))
 
-INFOS = {
-    ours: next(info for info in op_db if (info.name, info.variant_test_name) == (stock, ""))
-    for ours, stock in {"scale": "mul", "add_scalar": "add", "relu": "nn.functional.relu"}.items()
-}
-each_op = pytest.mark.parametrize("op", [OPS[name] for name in INFOS], ids=list(INFOS))
+
+@functools.cache
+def info(op):
+    """What torch knows of the stock operator. Imported here, for it takes longer than many a test."""
+    hypothesis.settings.register_profile("before", hypothesis.settings.default)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    hypothesis.settings.load_profile("before")  # torch has loaded one of its own
+    (found,) = (info for info in op_db if (info.name, info.variant_test_name) == (STOCK[op.name], ""))
+    return found
 
 
 def samples(op, dtype, device):
-    for inputs in (INFOS[op.name].sample_inputs, INFOS[op.name].reference_inputs):
+    for inputs in (info(op).sample_inputs, info(op).reference_inputs):
         yield from inputs(device, dtype, requires_grad=has_gradients(dtype))
 
 
@@ -83,7 +90,7 @@ def check_gradients(op, sample):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex32], ids=str)
 @each_op
 def test_samples(op, dtype, device):
-    if dtype not in INFOS[op.name].supported_dtypes(device):
+    if dtype not in info(op).supported_dtypes(device):
         pytest.skip("stock does not take the dtype")
     seen, wrong = Counter(), []
     for sample in samples(op, dtype, device):
@@ -107,7 +114,7 @@ def test_samples(op, dtype, device):
 
 @each_op
 def test_error_inputs(op, device):
-    if not (errors := list(INFOS[op.name].error_inputs(device)) if INFOS[op.name].error_inputs_func else []):
+    if not (errors := list(info(op).error_inputs(device)) if info(op).error_inputs_func else []):
         pytest.skip("torch ships none")
     for error in errors:
         with pytest.raises(error.error_type):
