@@ -72,7 +72,7 @@ FEATURES = {
         "Autocast": "test_modes::test_autocast",
         "Autocast with GradScaler": "test_modes::test_grad_scaler",
         "FakeTensorMode and meta tensors": "test_modes::test_fake|test_library::test_(fake|meta)",
-        "__torch_function__ subclasses and modes": "test_modes::test_torch_function",
+        "`__torch_function__` subclasses and modes": "test_modes::test_torch_function",
         "TorchDispatchMode sees the operators": "test_modes::test_torch_dispatch",
         "FlopCounterMode, profiler": "test_modes::test_flop_counter",
         "Backward hooks of modules": "test_nn::test_full_backward_hook",
@@ -99,7 +99,7 @@ ISSUE = "https://github.com/pytorch/pytorch/issues/"
 # Why a feature is not there. Of those in REFUSED the tests show that a call says so, instead of giving a wrong result.
 REASONS = {
     "vmap in place, of a tensor without the batch": (
-        "There is no room in it for the results; stock operators in place refuse it in the same words.",
+        "There is no room in it for the results; stock operators in place refuse it, too.",
         97248,
     ),
     "hessian of two arguments inside": (
