@@ -1,6 +1,7 @@
 """What every test file shares: which my_cuda_op is tested, on which devices, and from which seed."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -73,6 +74,17 @@ def needs_memory(cuda):
 
     yield check
     torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _about(request, record_testsuite_property):
+    """What docs/compatibility.py reads of a --junitxml report."""
+    if request.config.getoption("xmlpath"):
+        git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        record_testsuite_property("torch", torch.__version__)
+        record_testsuite_property("device", torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU")
+        record_testsuite_property("commit", commit or "unknown")
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
-"""torch.compile and torch.export: one graph, the same results, strides and errors as without, no wrong derivative."""
+"""torch.compile: one graph, the same results, strides and errors as without, no wrong derivative."""
 
 import copy
-import io
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -81,28 +82,14 @@ def arguments(device):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_inductor(dynamic, device):
-    f = compiled(everything, backend="inductor", dynamic=dynamic)
-    args = [
-        data((2, 3, 4), torch.float32, device),
-        0.5,
-        2,
-        data((3,), torch.float32, device),
-        data((3,), torch.float32, device),
-    ]
-    args = [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    f, args = compiled(everything, backend="inductor", dynamic=dynamic), arguments(device)
     torch.testing.assert_close(output_and_grads(f, args), output_and_grads(stock, args))
+    transposed = [args[0].detach().mT.contiguous().mT, *args[1:]]
+    assert f(*transposed).stride() == everything(*transposed).stride() == (12, 1, 3)
 
 
 def test_reduce_overhead(cuda):
-    f = compiled(everything, backend="inductor", mode="reduce-overhead")
-    args = [
-        data((2, 3, 4), torch.float32, cuda),
-        0.5,
-        2,
-        data((3,), torch.float32, cuda),
-        data((3,), torch.float32, cuda),
-    ]
-    args = [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    f, args = compiled(everything, backend="inductor", mode="reduce-overhead"), arguments(cuda)
     for _ in range(4):  # warm up, capture, replay
         torch.compiler.cudagraph_mark_step_begin()
         torch.testing.assert_close(output_and_grads(f, args), output_and_grads(stock, args))
@@ -192,10 +179,11 @@ def layers():
     )
 
 
-def test_training_step_of_layers(device):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_training_step_of_layers(backend, device):
     model, x = layers().to(device), data((2, 2, 6, 6), torch.float32, device)
     twin = copy.deepcopy(model)
-    for m, run in ((model, model), (twin, compiled(twin))):
+    for m, run in ((model, model), (twin, compiled(twin, backend=backend))):
         optimizer = torch.optim.SGD(m.parameters(), 0.1)
         for _ in range(3):
             optimizer.zero_grad()
@@ -264,28 +252,37 @@ def test_transforms_of_dispatcher_ops_inside(device):
         torch.testing.assert_close(compiled(run(f))(x, w), run(stock)(x, w))
 
 
-# torch.export
+# What some torch cannot compile, of stock functions neither. In a process of its own: a failure leaves forward mode on.
+NESTED = {
+    "hessian of two arguments": "hessian(f, (0, 1))(x, w)",
+    "vmap of hessian": "vmap(hessian(f), (0, None))(torch.stack([x, -x]), w)",
+    "hessian of hessian": "hessian(hessian(f, 1), 1)(x, w)",
+}
+PROGRAM = """
+import sys, torch
+from torch.func import hessian, vmap
+import my_cuda_op.functional as F
+def ours(x, w): return F.relu(F.scale(x, w)).pow(5).sum()
+def stock(x, w): return (x * w[:, None]).relu().pow(5).sum()
+x, w = torch.randn(2, 3, 2, dtype=torch.float64), torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+f = {name}
+def run(x, w): return {transform}
+try:
+    actual = torch.compile(run, backend="aot_eager", fullgraph=True)(x, w)
+except Exception as error:
+    sys.exit(f"not compiled: {{error}}")
+f = stock
+torch.testing.assert_close(actual, run(x, w))
+"""
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
-def test_export_with_a_dynamic_batch_saved_and_reloaded(strict, device):
-    model, file = layers().eval().to(device), io.BytesIO()
-    x = data((2, 2, 6, 6), torch.float32, device)
-    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=strict)
-    torch.export.save(program, file)
-    file.seek(0)
-    loaded = torch.export.load(file).module()
-    for batch in (2, 5):
-        x = data((batch, 2, 6, 6), torch.float32, device)
-        torch.testing.assert_close(loaded(x), model(x))
+@pytest.mark.parametrize("transform", NESTED)
+def test_nested_transforms_inside_as_far_as_stock(transform):
+    def run(name):
+        program = PROGRAM.format(name=name, transform=NESTED[transform])
+        return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
 
-
-@pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
-def test_export_of_functions(strict, device):
-    class Everything(nn.Module):
-        forward = staticmethod(everything)
-
-    args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments(device))
-    program = torch.export.export(Everything(), args, strict=strict)
-    torch.testing.assert_close(program.module()(*args), everything(*args))
-    torch.testing.assert_close(program.run_decompositions().module()(*args), everything(*args))
+    done = run("ours")
+    if "not compiled" in done.stderr and "not compiled" in run("stock").stderr:
+        pytest.xfail("stock functions are not compiled either")
+    assert done.returncode == 0, done.stderr

@@ -279,6 +279,45 @@ def test_threads(op, kind, inplace, device):
         torch.testing.assert_close(result, target)
 
 
+# Processes
+
+
+class Computed(torch.utils.data.Dataset):
+    """What a worker of a DataLoader may do with its samples."""
+
+    def __init__(self, op, args):
+        self.op, self.x, self.parameters = op, args[0], args[1:]
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.op(self.x[i : i + 1], *self.parameters)[0]
+
+
+@each_form
+def test_data_loader_with_workers(op, kind):
+    args = make_args(op, kind, shape=(6, 3, 1000))
+    op(*args)  # a fork takes what the parent has done so far along
+    loader = torch.utils.data.DataLoader(Computed(op, args), batch_size=2, num_workers=2)
+    torch.testing.assert_close(torch.cat([*loader]), op.expected(*args))
+
+
+def train_a_copy(rank, layer, x, shared_grads):
+    output = mnn.ReLU()(layer(x)) * (rank + 1)
+    (grad,) = torch.autograd.grad(output.sum(), layer.weight)
+    with torch.no_grad():
+        my_cuda_op.add_scalar_(shared_grads[rank], grad, dim=0)
+
+
+def test_multiprocessing_with_shared_memory(device):
+    layer, x = mnn.Scale(0.5, num_channels=3).to(device).share_memory(), data((2, 3, 4), torch.float32, device)
+    shared_grads = torch.zeros(2, 3, device=device).share_memory_()
+    torch.multiprocessing.spawn(train_a_copy, (layer, x, shared_grads), nprocs=2)
+    target = x.relu().sum((0, 2))
+    torch.testing.assert_close(shared_grads, torch.stack([target, 2 * target]))
+
+
 def test_a_mode_that_is_left_is_forgotten():
     x = torch.ones(2, 3)
     for context in (torch.no_grad(), torch.inference_mode(), FakeTensorMode(), torch.autocast("cpu", torch.bfloat16)):
