@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from my_cuda_op import _C, reference
 
@@ -53,6 +54,7 @@ class Operator:
         """The same in place: changes the input and returns it."""
         if (
             is_compiling()
+            or _wraps((input, *args))
             or torch._C._is_tracing()
             or _transforms_active()
             or forward_ad._current_level >= 0
@@ -96,7 +98,7 @@ class Transformable(Operator):
             return self.reference(*args)
         if (output := self.plain(*args)) is not None:
             return output
-        if _runs_reference():
+        if _wraps(args) or _runs_reference():
             return self.reference(*args)
         if _transforms_active():
             return self.function.apply(*args)
@@ -120,6 +122,12 @@ def _runs_reference() -> bool:
         return False
     keys = [level.key() for level in torch._C._functorch.get_interpreter_stack()]
     return _Transform.Functionalize in keys or keys.count(_Transform.Jvp) > 1
+
+
+def _wraps(args: tuple) -> bool:
+    """Is there a tensor that wraps others, as DTensor does? It knows what to do with those for PyTorch's operators, and
+    not for ours; so the reference runs."""
+    return any(is_traceable_wrapper_subclass(arg) for arg in args)
 
 
 def _requires_grad(args: tuple) -> bool:

@@ -73,9 +73,9 @@ def broadcast(op: str, input: Tensor, name: str, parameter: Tensor | Number, dim
 
 
 def as_channels(parameter: Tensor, ndim: int, channel: int | None) -> Tensor:
-    """The parameter as a tensor of ndim dimensions that varies along channel, or for None as a 0-d tensor."""
-    if channel is None:
-        return parameter.reshape(())
+    """The parameter in a shape that broadcasts to ndim dimensions and varies along channel (None: has one element)."""
+    if channel is None:  # not always 0-d: a DTensor of shape (1,) that is sharded cannot lose its dimension
+        return parameter.reshape([1] * min(parameter.dim(), ndim))
     return parameter.reshape([-1 if d == channel else 1 for d in range(ndim)])
 
 

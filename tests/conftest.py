@@ -30,6 +30,9 @@ if torch.cuda.is_available() and my_cuda_op.build_info()["cuda"] is None:
         "of it would go untested. Rebuild it with FORCE_CUDA=1, or hide the GPU: CUDA_VISIBLE_DEVICES= python -m pytest"
     )
 
+if not torch.distributed.is_available():
+    collect_ignore = ["test_distributed.py"]
+
 # Which examples are drawn must not decide whether a change may be merged; away from CI, every run tries new ones.
 hypothesis.settings.register_profile(
     "local", deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture], print_blob=True
