@@ -20,13 +20,13 @@ sources := $(cpp) $(shell find my_cuda_op -name '*.py*' -not -name '*.pyc') cuda
 venv: install
 
 test: install
-	$(run) -m pytest $(ARGS)
+	"$(run)" -m pytest $(PARALLEL) $(ARGS)
 
 demo: install
-	$(run) examples/train_digits.py $(ARGS)
+	"$(run)" examples/train_digits.py $(ARGS)
 
 bench: install
-	$(run) benchmarks/run.py $(ARGS)
+	"$(run)" benchmarks/run.py $(ARGS)
 
 lint: linters
 	$(lint)ruff check .
@@ -45,25 +45,26 @@ ifeq ($(VENV),)
 run := $(PYTHON)
 
 install:
-	$(run) -m pip install --no-build-isolation --no-deps .
+	"$(run)" -m pip install --no-build-isolation --no-deps .
 
 .PHONY: linters
 linters:
 else
 run := $(VENV)/bin/python
+PARALLEL = -n 2
 lint := $(VENV)-lint/bin/
 
 install: $(VENV)/.installed
 $(VENV)/.installed: $(sources)
-	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=...")'
-	test -x $(run) || $(PYTHON) -m venv $(VENV)
-	$(run) -m pip install '$(TORCH)'  # before the package, which is compiled against it
-	$(run) -m pip install '.[test,demo]'
+	"$(PYTHON)" -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=...")'
+	test -x $(run) || "$(PYTHON)" -m venv $(VENV)
+	"$(run)" -m pip install '$(TORCH)'  # before the package, which is compiled against it
+	"$(run)" -m pip install '.[test,demo]'
 	touch $@
 
 linters: $(VENV)-lint/.installed
 $(VENV)-lint/.installed: Makefile
-	$(PYTHON) -m venv $(VENV)-lint
+	"$(PYTHON)" -m venv $(VENV)-lint
 	$(lint)python -m pip install $(LINTERS)
 	touch $@
 endif
