@@ -119,7 +119,8 @@ for op, placement, inplace in itertools.product(OPS.values(), PLACEMENTS, [False
 
 
 def layers():
-    return mnn.Scale(0.5, num_channels=5), mnn.AddScalar(0.125, num_channels=5), mnn.ReLU(inplace=True)
+    single = mnn.Scale(0.5, num_channels=5), mnn.AddScalar(0.125, num_channels=5), mnn.ReLU(inplace=True)
+    return *single, mnn.ScaleAddReLU(1.5, 0.25, num_channels=5)
 
 
 def convolutional():
@@ -149,7 +150,7 @@ def fsdp_from_meta(model, mesh):
     model = fsdp(model.to("meta"), mesh).to_empty(device=mesh.device_type)
     for name, parameter in model.named_parameters():
         layer = model[int(name[0])]
-        if isinstance(layer, mnn.Scale | mnn.AddScalar):
+        if type(layer).__module__ == mnn.__name__:
             layer.reset_parameters()
         else:
             parameter.detach().copy_(distribute_tensor(state[name], mesh, parameter.placements))
@@ -166,9 +167,9 @@ def shard(name, layer, mesh):
 
 
 def tensor_parallel(model, mesh):
-    plan = {"0": ColwiseParallel(use_local_output=False), "4": RowwiseParallel(use_local_output=False)}
+    plan = {"0": ColwiseParallel(use_local_output=False), "5": RowwiseParallel(use_local_output=False)}
     parallelize_module(model, mesh, plan)
-    distribute_module(model[1:3], mesh, shard)
+    distribute_module(model[1:5], mesh, shard)
     return distribute_module(model, mesh)  # what is left: replicated
 
 
