@@ -81,18 +81,16 @@ def check_dtensor(mesh, op, placement, kind, inplace, compiled=False):
             return (op.formula_ if inplace else op.formula)(x * 1, *parameters)
         return op.stock(x * 1, *parameters, inplace=inplace)
 
-    # In place a Partial stays one. Some versions of torch have no way to it from a sharded result.
-    may_refuse = inplace and placement == "P" and kind and kind.endswith("S0")
     try:
         with CommDebugMode() as communication:
             actual = run(ours, args)
-    except RuntimeError as error:
-        if may_refuse and "to P(sum) not supported" in str(error):
-            return
-        raise
+    except RuntimeError as error:  # in place a Partial stays one, and not every torch has a way to it from a shard
+        assert inplace and placement == "P" and kind and kind.endswith("S0") and "to P(sum) not" in str(error), error
+        return
     torch.testing.assert_close([a.full_tensor() for a in actual], run(op.expected, [x, *parameters]))
     placements = [a.placements for a in actual]
     if compiled:
+        torch.compiler.reset()  # or the functions that are alike count as one that is compiled too often
         again = run(torch.compile(ours, backend="aot_eager", fullgraph=True), args)
         torch.testing.assert_close([a.to_local() for a in again], [a.to_local() for a in actual])
         assert [a.placements for a in again] == placements
@@ -102,8 +100,9 @@ def check_dtensor(mesh, op, placement, kind, inplace, compiled=False):
     except RuntimeError:  # of a result that is not Partial; ours makes it so
         assert inplace and placement == "P" and placements[0] == args[0].placements
         return
-    assert placements == [t.placements for t in target]
-    if not inplace or placement.startswith("S"):  # else the result may need to be moved to its place
+    assert placements[0] == target[0].placements
+    if not inplace or placement.startswith("S"):  # else the result is moved to its place, and gradients back
+        assert placements == [t.placements for t in target]
         assert communication.get_total_counts() <= communication_of_stock.get_total_counts()
 
 
@@ -120,7 +119,8 @@ for op, placement, inplace in itertools.product(OPS.values(), PLACEMENTS, [False
 
 
 def layers():
-    return mnn.Scale(0.5, num_channels=5), mnn.AddScalar(0.125, num_channels=5), mnn.ReLU(inplace=True)
+    single = mnn.Scale(0.5, num_channels=5), mnn.AddScalar(0.125, num_channels=5), mnn.ReLU(inplace=True)
+    return *single, mnn.ScaleAddReLU(1.5, 0.25, num_channels=5)
 
 
 def convolutional():
@@ -150,7 +150,7 @@ def fsdp_from_meta(model, mesh):
     model = fsdp(model.to("meta"), mesh).to_empty(device=mesh.device_type)
     for name, parameter in model.named_parameters():
         layer = model[int(name[0])]
-        if isinstance(layer, mnn.Scale | mnn.AddScalar):
+        if type(layer).__module__ == mnn.__name__:
             layer.reset_parameters()
         else:
             parameter.detach().copy_(distribute_tensor(state[name], mesh, parameter.placements))
@@ -167,9 +167,9 @@ def shard(name, layer, mesh):
 
 
 def tensor_parallel(model, mesh):
-    plan = {"0": ColwiseParallel(use_local_output=False), "4": RowwiseParallel(use_local_output=False)}
+    plan = {"0": ColwiseParallel(use_local_output=False), "5": RowwiseParallel(use_local_output=False)}
     parallelize_module(model, mesh, plan)
-    distribute_module(model[1:3], mesh, shard)
+    distribute_module(model[1:5], mesh, shard)
     return distribute_module(model, mesh)  # what is left: replicated
 
 
