@@ -18,7 +18,7 @@
 namespace my_cuda_op {
 
 using torch::autograd::Node;
-using NodePtr = decltype(std::declval<Node&>().getptr()); // intrusive since torch 2.14, shared before
+using NodePtr = decltype(std::declval<Node&>().getptr()); // intrusive since torch 2.13, shared before
 
 // What the derivative is made of. my_cuda_op/autograd.py registers one for each operator.
 struct Function {
@@ -110,9 +110,13 @@ class FunctionNode : public Node {
     context_->in_backward = true;
     pybind11::object result = function_.backward(object_, grads[0]);
     if (!PyTuple_Check(result.ptr())) result = pybind11::make_tuple(result);
+    TORCH_CHECK(
+        PyTuple_GET_SIZE(result.ptr()) == static_cast<Py_ssize_t>(context_->edges.size()), name(),
+        ": backward must return a gradient for each of ", context_->edges.size(), " arguments, got ",
+        PyTuple_GET_SIZE(result.ptr()));
     torch::autograd::variable_list by_input(num_outputs());
     for (size_t i = 0; i < context_->edges.size(); ++i) {
-      PyObject* grad = PyTuple_GetItem(result.ptr(), i);
+      PyObject* grad = PyTuple_GET_ITEM(result.ptr(), i);
       if (context_->edges[i] >= 0 && grad != Py_None) by_input[context_->edges[i]] = THPVariable_Unpack(grad);
     }
     return by_input;

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads) map_kernel(const MapArguments<Op, T,
     C parameters[Op::parameters + 1][kLanes<T>];
     load_parameters(parameters, a.operands, offsets, count);
     compute<kFlat>(a.operands, offsets, parameters, count, [&](int lane, const auto& values) {
-      if constexpr (kMask) bits |= Op::keeps(values.value[0]) << lane;
+      if constexpr (kMask) bits |= Op::keeps(static_cast<C>(static_cast<T>(values.value[0]))) << lane; // as rounded
     });
   }
   if constexpr (kMask) {

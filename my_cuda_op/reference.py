@@ -81,9 +81,9 @@ def as_channels(parameter: Tensor, ndim: int, channel: int | None) -> Tensor:
 
 def _rounded(op: str, formula, input: Tensor, dim: int, **parameters: Tensor | Number) -> Tensor:
     """formula(input, *parameters) in the compute type, rounded to the result's."""
-    dtype = input.dtype
-    for parameter in parameters.values():
-        dtype = torch.promote_types(dtype, result_type(input, parameter))
+    dtype, *others = (result_type(input, parameter) for parameter in parameters.values())
+    for other in others:  # not with the input's own, which PyTorch may promote with a number only (uint16)
+        dtype = torch.promote_types(dtype, other)
     compute = compute_type(dtype)
     operands = []
     for name, parameter in parameters.items():

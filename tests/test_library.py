@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from cases import OPS, data
+from cases import OPS, assert_same, data
 from forms import tensors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
@@ -349,3 +349,31 @@ def test_in_place_refuses_a_result_that_the_input_cannot_hold(op, where):
     for call in (op, twin(op)):
         with pytest.raises(RuntimeError, match=r"(Long|int64) can hold"):
             call(*args)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"factor": 2.0}, "factor must be a tensor"),
+        ({"input": None}, "input must be given"),
+        ({"value": None}, "value must be a tensor"),
+        ({"mask": torch.zeros(1, dtype=torch.uint8)}, "mask must be contiguous and have one bit"),
+        ({"mask": torch.zeros(8, dtype=torch.uint8)[::2]}, "mask must be contiguous and have one bit"),
+        ({"strides": [12, 4]}, "strides must be those of a dense tensor"),
+        ({"strides": [1000, 4, 1]}, "strides must be those of a dense tensor"),
+        ({"strides": [-12, 4, 1]}, "strides must be those of a dense tensor"),
+    ],
+)
+def test_backward_reads_nothing_that_it_was_not_given(change, message, device):
+    op = torch.ops.my_cuda_op.scale_add_backward
+    names = [argument.name for argument in op.default._schema.arguments]
+    args = dict(zip(names, make_args(op.Tensor, device=device), strict=True))
+    args |= {name: a.to(device) if isinstance(a, torch.Tensor) else a for name, a in change.items()}
+    with pytest.raises(RuntimeError, match=message):
+        op(**args)
+
+
+def test_uint16_and_a_complex_number(device):
+    x = torch.ones(2, 3, dtype=torch.uint16, device=device)
+    for function in (my_cuda_op.scale, reference.scale):
+        assert_same(function(x, 1j), x * 1j)

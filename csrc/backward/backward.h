@@ -39,6 +39,26 @@ struct Needs {
   bool input, factor, value, residual;
 };
 
+// The mask has no shape of its own: what the strides lead to must lie in it.
+inline void check_mask(const char* op, const at::Tensor& mask, at::IntArrayRef strides, const at::Tensor& grad) {
+  TORCH_CHECK(
+      mask.device() == grad.device(), op, ": mask must be on the device of grad, ", grad.device(), ", got ",
+      mask.device());
+  TORCH_CHECK(
+      mask.scalar_type() == at::kByte && mask.is_contiguous() && mask.numel() == (grad.numel() + 31) / 32 * 4, op,
+      ": mask must be contiguous and have one bit for each element of grad, in words of 32, got ", mask.numel(),
+      " elements of ", mask.scalar_type(), " for ", grad.numel());
+  bool inside = strides.size() == grad.sizes().size();
+  int64_t last = 0;
+  for (size_t d = 0; inside && d < strides.size(); ++d) {
+    inside = strides[d] >= 0;
+    last += std::max<int64_t>(grad.size(d) - 1, 0) * strides[d];
+  }
+  TORCH_CHECK(
+      inside && (grad.numel() == 0 || last < grad.numel()), op,
+      ": strides must be those of a dense tensor of the shape of grad, ", grad.sizes(), ", got ", strides);
+}
+
 // The gradients of scale_add and scale_add_relu that are needed, in one pass. `input` is needed for the factor's; the
 // mask is that of scale_add_relu, whose output had these strides. Gradients of parameters are summed up in two steps:
 // the kernel writes rows of partial sums, each of a fixed share of the elements, in the compute type, and then the rows
@@ -55,13 +75,14 @@ inline std::vector<at::Tensor> scale_add_backward(
     Needs needs) {
   using Op = ops::ScaleAddBackward;
   using Sum = ops::ScaleAddBackwardSum;
-  if (needs.factor) check_pair(name, "input", input, grad);
-  TORCH_CHECK(
-      !mask.defined() || (mask.scalar_type() == at::kByte && mask.numel() == (grad.numel() + 31) / 32 * 4 &&
-                          strides.size() == static_cast<size_t>(grad.dim())),
-      name, ": mask must have one bit for each element of grad, got ", mask.numel(), " bytes for ", grad.numel(),
-      " elements");
   const auto* factor_tensor = std::get_if<at::Tensor>(&factor);
+  if (needs.factor) {
+    TORCH_CHECK(factor_tensor != nullptr, name, ": factor must be a tensor where its gradient is needed, got a number");
+    TORCH_CHECK(input.defined(), name, ": input must be given where the gradient of factor is needed, got None");
+    check_pair(name, "input", input, grad);
+  }
+  TORCH_CHECK(!needs.value || value.defined(), name, ": value must be a tensor where its gradient is needed, got None");
+  if (mask.defined()) check_mask(name, mask, strides, grad);
   int64_t channel = factor_tensor == nullptr ? -1 : channel_dim(name, grad, "factor", *factor_tensor, dim);
   if (needs.value) channel = std::max(channel, channel_dim(name, grad, "value", value, dim));
   const int64_t channels = channel < 0 ? 1 : grad.size(channel);
