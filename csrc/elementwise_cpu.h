@@ -10,7 +10,9 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
+#include <vector>
 
 #include "dtypes.h"
 #include "kernel.h"
@@ -284,6 +286,8 @@ struct SumLauncher {
             Run<Op, decltype(zero)>(iter, call, row, strides)(size0, row[0] + r * call.row_bytes, strides[0]);
           });
         };
+        char* row = call.sums + r * call.row_bytes;
+        for (int s = 0; s < Op::sums; ++s) std::memset(row + s * call.sum_bytes, 0, call.row_bytes);
         const int64_t begin = r * iter.numel() / call.rows, end = (r + 1) * iter.numel() / call.rows;
         iter.serial_for_each(loop, {begin, end});
       };
@@ -294,7 +298,29 @@ struct SumLauncher {
             for (int64_t i = 0; i < n; ++i) add_up(*reinterpret_cast<int64_t*>(data[0] + i * strides[0]));
           },
           /*grain_size=*/1);
+      for (int s = 0; s < Op::sums; ++s) {
+        add_rows<decltype(zero)>(call.sums + s * call.sum_bytes, call, call.totals[s]);
+      }
     });
+  }
+
+  template <class T>
+  static void add_rows(const char* sums, const Call& call, const Call::Total& total) {
+    using C = at::opmath_type<T>;
+    if (total.data == nullptr) return;
+    const int64_t channels = call.row_bytes / sizeof(C), count = total.one ? 1 : channels;
+    std::vector<C> sum(count);
+    for (int64_t r = 0; r < call.rows; ++r) {
+      const C* row = reinterpret_cast<const C*>(sums + r * call.row_bytes);
+      for (int64_t c = 0; c < channels; ++c) sum[total.one ? 0 : c] += row[c];
+    }
+    for (int64_t c = 0; c < count; ++c) {
+      if (total.wide) {
+        static_cast<C*>(total.data)[c] = sum[c];
+      } else {
+        static_cast<T*>(total.data)[c] = static_cast<T>(sum[c]);
+      }
+    }
   }
 };
 

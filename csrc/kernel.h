@@ -34,10 +34,20 @@ struct Call {
   // operand is as if the mask had bytes: that of element n is at mask + n.
   uint8_t* mask = nullptr;
 
-  // Row r of the partial sums number s begins r * row_bytes + s * sum_bytes after the iterator's operand, which is
-  // expanded to the tensors' shape; all are zero before. Which elements a row adds up depends on shapes only, never on
-  // threads or timing, and so the result is the same from run to run.
+  // Row r of the partial sums number s begins at sums + r * row_bytes + s * sum_bytes. The iterator's operand is the
+  // first row, expanded to the tensors' shape. The kernel overwrites them, unless there is no element to add. Which
+  // elements a row adds up depends on shapes only, never on threads or timing, and so the result is the same from run
+  // to run.
+  char* sums = nullptr;
   int64_t rows = 0, row_bytes = 0, sum_bytes = 0;
+
+  // Where the rows of sums number s, added up, go, unless data is null: as many numbers as there are channels, or one
+  // for all of them, of the compute type (wide) or of `dtype`.
+  struct Total {
+    void* data = nullptr;
+    bool wide = false, one = false;
+  };
+  std::array<Total, 2> totals;
 };
 
 using Kernel = void (*)(at::TensorIteratorBase& iter, const Call& call);

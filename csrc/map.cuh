@@ -5,36 +5,30 @@
 
 namespace my_cuda_op::cuda {
 
-template <class Op, class T, bool kFlat>
+template <class Op, class T, Access kAccess>
 struct MapArguments {
   int64_t vectors; // in all, and so threads
   int64_t row_length; // elements of dimension 0
-  Operands<Op, T, kFlat ? 1 : kMaxDims> operands; // their dimension 0 counts vectors
+  Operands<Op, T> operands;
+  Layout<Op, T, kAccess> layout;
 };
 
-// kFlat: every tensor is contiguous and aligned, every parameter one number. kMask: writes the mask.
-template <class Op, class T, bool kFlat, bool kMask>
-__global__ void __launch_bounds__(kThreads) map_kernel(const MapArguments<Op, T, kFlat> a) {
-  using C = at::opmath_type<T>;
+template <class Op, class T, Access kAccess, bool kMask>
+__global__ void __launch_bounds__(kThreads) map_kernel(const MapArguments<Op, T, kAccess> a) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   unsigned bits = 0; // of the mask that is written
   if (index < a.vectors) {
     int64_t offsets[ops::operands<Op>] = {};
-    int64_t column = index;
-    if constexpr (kFlat) {
-#pragma unroll
-      for (int k = 0; k < Op::first_parameter; ++k) offsets[k] = index * kVectorBytes;
-      if (Op::reads_mask) offsets[ops::operands<Op> - 1] = index * kLanes<T>;
-    } else {
-      column = a.operands.add_offsets(index, offsets);
+    const int64_t column = a.layout.add_offsets(index, offsets);
+    int count = kLanes<T>;
+    if (!is_whole<kAccess>) {
+      const int64_t left = a.row_length - column * kLanes<T>;
+      if (left < kLanes<T>) count = static_cast<int>(left);
     }
-    const int64_t left = a.row_length - column * kLanes<T>;
-    const int count = left < kLanes<T> ? static_cast<int>(left) : kLanes<T>;
-    C parameters[Op::parameters + 1][kLanes<T>];
-    load_parameters(parameters, a.operands, offsets, count);
-    compute<kFlat>(a.operands, offsets, parameters, count, [&](int lane, const auto& values) {
-      if constexpr (kMask) bits |= Op::keeps(static_cast<C>(static_cast<T>(values.value[0]))) << lane; // as rounded
-    });
+    const auto tensors = load_tensors<kAccess>(a.operands, offsets, count); // first, because it takes longest
+    auto parameters = load_parameters<kAccess>(a.operands, offsets, count);
+    spread<kAccess>(parameters, a.operands);
+    bits = compute<kAccess, kMask>(a.operands, offsets, tensors, parameters, count, [](int, const auto&) {});
   }
   if constexpr (kMask) {
     // Neighbouring threads have neighbouring vectors: together they fill a word.
@@ -58,11 +52,39 @@ struct MapLauncher {
   template <class T>
   static void launch(const Plan& plan, const Call& call) {
     if (plan.numel == 0) return;
+    const int64_t row_length = plan.ndim == 0 ? 1 : plan.sizes[0];
+    const int64_t count = plan.numel / row_length * vectors<T>(row_length);
+    Operands<Op, T> operands(plan, call, 0);
     if (is_flat<T>(plan, call)) {
-      launch<T, true>(plan, call);
-    } else {
-      launch<T, false>(plan, call);
+      launch(plan, call, MapArguments<Op, T, Access::kFlat>{count, row_length, operands, {}});
+      return;
     }
+    // The other types are not worth the code.
+    if constexpr (std::is_floating_point_v<at::opmath_type<T>>) {
+      if (1 <= plan.ndim && plan.ndim <= Layout<Op, T, Access::kRows>::kDims) {
+        auto of_rows = operands;
+        const auto rows = layout<T, Access::kRows>(plan, call, of_rows);
+        if (rows.suits(of_rows, row_length)) {
+          if constexpr (Op::parameters > 0) {
+            if (launch_channels<T, Access::kChannels>(plan, call, {count, row_length, of_rows, rows})) return;
+            if (launch_channels<T, Access::kAcross>(plan, call, {count, row_length, of_rows, rows})) return;
+          }
+          launch(plan, call, MapArguments<Op, T, Access::kRows>{count, row_length, of_rows, rows});
+          return;
+        }
+      }
+    }
+    const auto any = layout<T, Access::kAny>(plan, call, operands);
+    launch(plan, call, MapArguments<Op, T, Access::kAny>{count, row_length, operands, any});
+  }
+
+  // The same as kRows, if that is possible.
+  template <class T, Access kAccess>
+  static bool launch_channels(const Plan& plan, const Call& call, const MapArguments<Op, T, Access::kRows>& rows) {
+    const auto layout = Layout<Op, T, kAccess>::make(rows.operands, rows.layout, plan);
+    if (!layout) return false;
+    launch(plan, call, MapArguments<Op, T, kAccess>{rows.vectors, rows.row_length, rows.operands, {*layout}});
+    return true;
   }
 
   // Whether all is one run: contiguous, aligned tensors, and parameters that are one number.
@@ -79,21 +101,23 @@ struct MapLauncher {
     return flat;
   }
 
-  template <class T, bool kFlat>
-  static void launch(const Plan& plan, const Call& call) {
-    const int64_t row_length = plan.ndim == 0 ? 1 : plan.sizes[0];
-    const int64_t row_vectors = (row_length + kLanes<T> - 1) / kLanes<T>;
-    MapArguments<Op, T, kFlat> a{plan.numel / row_length * row_vectors, row_length, {plan, call, 0}};
-    if (!kFlat) {
-      for (int d = 0; d < plan.ndim; ++d) {
-        a.operands.add_dimension(plan, call, 0, d, d == 0 ? row_vectors : plan.sizes[d], d == 0 ? kLanes<T> : 1);
-      }
+  template <class T, Access kAccess>
+  static Layout<Op, T, kAccess> layout(const Plan& plan, const Call& call, Operands<Op, T>& operands) {
+    Layout<Op, T, kAccess> layout(plan);
+    for (int d = 0; d < plan.ndim; ++d) {
+      const int64_t size = d == 0 ? vectors<T>(plan.sizes[0]) : plan.sizes[d];
+      layout.add_dimension(operands, plan, call, 0, d, size, d == 0 ? kLanes<T> : 1);
     }
+    return layout;
+  }
+
+  template <class T, Access kAccess>
+  static void launch(const Plan& plan, const Call& call, const MapArguments<Op, T, kAccess>& a) {
     const int64_t blocks = (a.vectors + kThreads - 1) / kThreads;
     if (Op::writes_mask && call.mask != nullptr) {
-      launch_kernel(plan.device, dim3(blocks), &map_kernel<Op, T, kFlat, Op::writes_mask>, a);
+      launch_kernel(plan.device, dim3(blocks), &map_kernel<Op, T, kAccess, Op::writes_mask>, a);
     } else {
-      launch_kernel(plan.device, dim3(blocks), &map_kernel<Op, T, kFlat, false>, a);
+      launch_kernel(plan.device, dim3(blocks), &map_kernel<Op, T, kAccess, false>, a);
     }
   }
 };

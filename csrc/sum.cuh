@@ -5,15 +5,20 @@
 
 namespace my_cuda_op::cuda {
 
-template <class Op, class T>
+template <class Op, class T, Access kAccess, bool kAcross>
 struct SumArguments {
   int64_t channels, items; // of one channel: vectors along it, or elements where vectors go across channels
   int64_t row_length; // elements of dimension 0, or channels
   int width; // vectors side by side in a block: a power of 2, at most 32
+  int step; // items that a block takes at once
+  bool add; // to what the sums are already
   char* sums;
   int64_t sum_stride, row_bytes, sum_bytes; // from channel to channel, row to row, sum to sum
+  int64_t step_strides[ops::operands<Op>]; // of so many items, where they are one dimension
   int64_t channel_strides[ops::operands<Op>]; // of a step along blockIdx.x: a channel, or a vector of them
-  Operands<Op, T, kMaxDims> operands; // without the channels' dimension
+  Operands<Op, T> operands;
+  // Without the channels' dimension. Two others are as many as kWhole needs here: batch and image.
+  Layout<Op, T, kAccess, kAccess == Access::kAny ? kMaxDims : kAcross ? 1 : 2> layout;
 };
 
 template <class C>
@@ -31,8 +36,8 @@ __device__ C add_over_lanes(C value, int width) {
 
 // A block adds up its share (blockIdx.y) of one channel, or, with kAcross, of `width` vectors of channels that are
 // neighbours in memory. The order of every addition is fixed.
-template <class Op, class T, bool kAcross>
-__global__ void __launch_bounds__(kThreads) sum_kernel(const SumArguments<Op, T> a) {
+template <class Op, class T, Access kAccess, bool kAcross>
+__global__ void __launch_bounds__(kThreads) sum_kernel(const SumArguments<Op, T, kAccess, kAcross> a) {
   using C = at::opmath_type<T>;
   constexpr int kSums = Op::sums, kChannels = kAcross ? kLanes<T> : 1, kWarps = kThreads / 32; // kChannels: a thread's
   const int width = kAcross ? a.width : 1;
@@ -46,18 +51,29 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const SumArguments<Op, T>
     int64_t start[ops::operands<Op>];
 #pragma unroll
     for (int k = 0; k < ops::operands<Op>; ++k) start[k] = column * a.channel_strides[k];
-    C parameters[Op::parameters + 1][kLanes<T>];
-    load_parameters(parameters, a.operands, start, kAcross ? across : kLanes<T>);
-    for (int64_t i = begin + threadIdx.x / width; i < end; i += kThreads / width) {
-      int64_t offsets[ops::operands<Op>];
+    auto parameters = load_parameters<kAccess>(a.operands, start, kAcross ? across : kLanes<T>);
+    spread<kAccess>(parameters, a.operands);
+    int64_t offsets[ops::operands<Op>], left = kLanes<T>;
+    const auto go_to = [&](int64_t i) {
 #pragma unroll
       for (int k = 0; k < ops::operands<Op>; ++k) offsets[k] = start[k];
-      const int64_t left = a.row_length - a.operands.add_offsets(i, offsets) * kLanes<T>;
+      left = a.row_length - a.layout.add_offsets(i, offsets) * kLanes<T>;
+    };
+    constexpr bool kSteps = kAccess == Access::kWhole && kAcross; // one dimension, in steps of equal length
+    int64_t i = begin + threadIdx.x / width;
+    if (kSteps) go_to(i);
+    for (; i < end; i += a.step) {
+      if (!kSteps) go_to(i);
       const int count = kAcross ? across : left < kLanes<T> ? static_cast<int>(left) : kLanes<T>;
-      compute<false>(a.operands, offsets, parameters, count, [&](int lane, const auto& values) {
+      const auto tensors = load_tensors<kAccess>(a.operands, offsets, count);
+      compute<kAccess, false>(a.operands, offsets, tensors, parameters, count, [&](int lane, const auto& values) {
 #pragma unroll
         for (int s = 0; s < kSums; ++s) sums[s][kAcross ? lane : 0] += values.value[Op::outputs + s];
       });
+      if (kSteps) {
+#pragma unroll
+        for (int k = 0; k < ops::operands<Op>; ++k) offsets[k] += a.step_strides[k];
+      }
     }
   }
 
@@ -82,56 +98,159 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const SumArguments<Op, T>
     if (channel >= a.channels) continue;
     C sum = shared[j];
     for (int warp = 1; warp < kWarps; ++warp) sum += shared[warp * count + j];
-    // += because the parts of a tensor that for_each_plan splits come one after the other
-    *reinterpret_cast<C*>(a.sums + s * a.sum_bytes + blockIdx.y * a.row_bytes + channel * a.sum_stride) += sum;
+    C* at = reinterpret_cast<C*>(a.sums + s * a.sum_bytes + blockIdx.y * a.row_bytes + channel * a.sum_stride);
+    *at = a.add ? *at + sum : sum;
+  }
+}
+
+template <class C>
+struct TotalArguments {
+  int64_t channels, rows, row_bytes, sum_bytes;
+  const char* sums;
+  Call::Total totals[2];
+};
+
+// Adds up the rows: a block has `kWidth` channels of sums number blockIdx.y.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads) total_kernel(const TotalArguments<at::opmath_type<T>> a) {
+  using C = at::opmath_type<T>;
+  constexpr int kParts = kThreads / kWidth;
+  const auto& total = a.totals[blockIdx.y];
+  const int column = threadIdx.x % kWidth, part = threadIdx.x / kWidth;
+  const int64_t channel = static_cast<int64_t>(blockIdx.x) * kWidth + column;
+  C sum{};
+  if (total.data != nullptr && channel < a.channels) {
+    const char* sums = a.sums + blockIdx.y * a.sum_bytes + channel * sizeof(C);
+#pragma unroll 8
+    for (int64_t r = part; r < a.rows; r += kParts) sum += *reinterpret_cast<const C*>(sums + r * a.row_bytes);
+  }
+  __shared__ __align__(16) char memory[kThreads * sizeof(C)];
+  C* shared = reinterpret_cast<C*>(memory);
+  shared[threadIdx.x] = sum;
+  for (int parts = kParts / 2; parts > 0; parts /= 2) {
+    __syncthreads();
+    if (part < parts) shared[threadIdx.x] += shared[threadIdx.x + parts * kWidth];
+  }
+  if (part > 0 || total.data == nullptr || channel >= a.channels) return;
+  if (total.wide) {
+    static_cast<C*>(total.data)[channel] = shared[threadIdx.x];
+  } else {
+    static_cast<T*>(total.data)[channel] = static_cast<T>(shared[threadIdx.x]);
   }
 }
 
 template <class Op>
 struct SumLauncher {
   static void launch(at::TensorIteratorBase& iter, const Call& call) {
+    bool add = false; // the parts of a tensor that for_each_plan splits come one after the other
+    c10::Device device = c10::kCUDA;
     for_each_plan(iter, [&](const Plan& plan) {
-      dispatch<Op>(call.dtype, [&](auto zero) { launch<decltype(zero)>(plan, call); });
+      device = plan.device;
+      dispatch<Op>(call.dtype, [&](auto zero) { launch<decltype(zero)>(plan, call, add); });
+      add = true;
+    });
+    dispatch<Op>(call.dtype, [&](auto zero) {
+      launch_totals<decltype(zero)>(device, call, /*one=*/false);
+      launch_totals<decltype(zero)>(device, call, /*one=*/true);
     });
   }
 
+  // Of those totals that are one number for all channels, or of the others.
   template <class T>
-  static void launch(const Plan& plan, const Call& call) {
+  static void launch_totals(c10::Device device, const Call& call, bool one) {
+    using C = at::opmath_type<T>;
+    const int64_t channels = call.row_bytes / sizeof(C);
+    TotalArguments<C> a{channels, call.rows, call.row_bytes, call.sum_bytes, call.sums, {}};
+    if (one || channels == 1) a = {1, call.rows * channels, sizeof(C), call.sum_bytes, call.sums, {}};
+    bool any = false;
+    for (int s = 0; s < Op::sums; ++s) {
+      if (call.totals[s].data == nullptr || (call.totals[s].one && channels > 1) != one) continue;
+      a.totals[s] = call.totals[s];
+      any = true;
+    }
+    if (!any || a.channels == 0) return;
+    constexpr int kWidth = 8;
+    if (a.channels == 1) {
+      launch_kernel(device, dim3(1, Op::sums), &total_kernel<T, 1>, a);
+    } else {
+      const auto blocks = static_cast<unsigned>((a.channels + kWidth - 1) / kWidth);
+      launch_kernel(device, dim3(blocks, Op::sums), &total_kernel<T, kWidth>, a);
+    }
+  }
+
+  template <class T>
+  static void launch(const Plan& plan, const Call& call, bool add) {
     if (plan.numel == 0) return;
     int channel = -1; // the dimension; the sums are expanded along every other
     for (int d = 0; d < plan.ndim; ++d) {
       if (plan.operand[0].strides[d] != 0) channel = d;
     }
-    const bool across = channel == 0;
-    SumArguments<Op, T> a{
+    if (channel == 0) {
+      launch<T, true>(plan, call, channel, add);
+    } else {
+      launch<T, false>(plan, call, channel, add);
+    }
+  }
+
+  // kAcross: vectors go across the channels, else along one.
+  template <class T, bool kAcross>
+  static void launch(const Plan& plan, const Call& call, int channel, bool add) {
+    if constexpr (std::is_floating_point_v<at::opmath_type<T>>) {
+      using Whole = decltype(SumArguments<Op, T, Access::kWhole, kAcross>::layout);
+      if (1 <= plan.ndim && plan.ndim - (channel >= 0) <= Whole::kDims) {
+        const auto a = arguments<T, Access::kWhole, kAcross>(plan, call, channel, add);
+        if (a.layout.suits(a.operands, a.row_length)) {
+          launch(plan, call, a);
+          return;
+        }
+      }
+    }
+    launch(plan, call, arguments<T, Access::kAny, kAcross>(plan, call, channel, add));
+  }
+
+  template <class T, Access kAccess, bool kAcross>
+  static SumArguments<Op, T, kAccess, kAcross> arguments(const Plan& plan, const Call& call, int channel, bool add) {
+    using Arguments = SumArguments<Op, T, kAccess, kAcross>;
+    Arguments a{
         .channels = channel < 0 ? 1 : plan.sizes[channel],
         .items = 1,
         .row_length = plan.ndim == 0 ? 1 : plan.sizes[0],
         .width = 1,
+        .step = kThreads,
+        .add = add,
         .sums = plan.operand[0].data,
         .sum_stride = channel < 0 ? 0 : plan.operand[0].strides[channel],
         .row_bytes = call.row_bytes,
         .sum_bytes = call.sum_bytes,
+        .step_strides = {},
         .channel_strides = {},
-        .operands = {plan, call, 1}};
+        .operands = {plan, call, 1},
+        .layout = decltype(Arguments::layout)(plan)};
     for (int d = 0; d < plan.ndim; ++d) {
       if (d == channel) continue;
-      const int64_t size = d == 0 ? (plan.sizes[0] + kLanes<T> - 1) / kLanes<T> : plan.sizes[d];
-      a.operands.add_dimension(plan, call, 1, d, size, d == 0 ? kLanes<T> : 1);
+      const int64_t size = d == 0 ? vectors<T>(plan.sizes[0]) : plan.sizes[d];
+      a.layout.add_dimension(a.operands, plan, call, 1, d, size, d == 0 ? kLanes<T> : 1);
       a.items *= size;
     }
-    const int64_t columns = across ? (a.channels + kLanes<T> - 1) / kLanes<T> : a.channels;
     if (channel >= 0) {
-      const int step = across ? kLanes<T> : 1;
+      const int step = kAcross ? kLanes<T> : 1;
       for (int k = 0, next = 1; k < ops::operands<Op>; ++k) {
         if (!call.present[k]) continue;
         a.channel_strides[k] = plan.operand[next++].strides[channel] * step;
-        a.operands.aligned[k] &= a.channel_strides[k] % (k == Op::mask_operand ? kLanes<T> : kVectorBytes) == 0;
+        a.operands.may_step(k, a.channel_strides[k]);
       }
     }
-    while (across && a.width < 32 && a.width < columns) a.width *= 2;
+    while (kAcross && a.width < 32 && a.width < vectors<T>(a.channels)) a.width *= 2;
+    a.step = kThreads / a.width;
+    for (int k = 0; k < ops::operands<Op>; ++k) a.step_strides[k] = a.step * a.layout.strides[0][k];
+    return a;
+  }
+
+  template <class T, Access kAccess, bool kAcross>
+  static void launch(const Plan& plan, const Call& call, const SumArguments<Op, T, kAccess, kAcross>& a) {
+    const int64_t columns = kAcross ? vectors<T>(a.channels) : a.channels;
     const dim3 grid(static_cast<unsigned>((columns + a.width - 1) / a.width), static_cast<unsigned>(call.rows));
-    launch_kernel(plan.device, grid, across ? &sum_kernel<Op, T, true> : &sum_kernel<Op, T, false>, a);
+    launch_kernel(plan.device, grid, &sum_kernel<Op, T, kAccess, kAcross>, a);
   }
 };
 

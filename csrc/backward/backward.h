@@ -8,7 +8,6 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/real.h>
 #include <ATen/ops/result_type.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
@@ -25,13 +24,18 @@ inline void check_pair(const char* op, const char* name, const at::Tensor& tenso
       grad.device());
 }
 
-// The sums as the gradient of the parameter, in its shape and dtype.
-inline at::Tensor as_gradient(at::Tensor sums, const at::Tensor& parameter) {
-  sums = parameter.numel() == 1 ? sums.sum() : sums.sum(0);
-  if (sums.is_complex() && !parameter.is_complex()) sums = at::real(sums).clone();
-  if (sums.sizes() == parameter.sizes()) return sums.to(parameter.scalar_type());
-  // Copied: a result must not be a view of something else.
-  return at::empty(parameter.sizes(), parameter.options()).copy_(sums.view(parameter.sizes()));
+// Where the gradient of the parameter is added up: in its own dtype, if the kernel has it.
+inline at::Tensor empty_total(
+    Call::Total& total, const at::Tensor& parameter, at::ScalarType dtype, at::TensorOptions options) {
+  total.wide = parameter.scalar_type() != dtype;
+  total.one = parameter.numel() == 1;
+  const auto result = at::empty(parameter.sizes(), options.dtype(total.wide ? compute_type(dtype) : dtype));
+  total.data = result.data_ptr();
+  return result;
+}
+inline at::Tensor as_gradient(at::Tensor total, const at::Tensor& parameter) {
+  if (total.is_complex() && !parameter.is_complex()) total = at::real(total).clone(); // a result must not be a view
+  return total.to(parameter.scalar_type());
 }
 
 // Which gradients of scale_add are asked for: in the order of its arguments.
@@ -61,8 +65,8 @@ inline void check_mask(const char* op, const at::Tensor& mask, at::IntArrayRef s
 
 // The gradients of scale_add and scale_add_relu that are needed, in one pass. `input` is needed for the factor's; the
 // mask is that of scale_add_relu, whose output had these strides. Gradients of parameters are summed up in two steps:
-// the kernel writes rows of partial sums, each of a fixed share of the elements, in the compute type, and then the rows
-// are added up.
+// the kernel writes rows of partial sums, each of a fixed share of the elements, in the compute type, and then adds up
+// the rows.
 inline std::vector<at::Tensor> scale_add_backward(
     const char* name,
     const at::Tensor& grad,
@@ -93,18 +97,22 @@ inline std::vector<at::Tensor> scale_add_backward(
   at::TensorIteratorConfig config;
   config.set_check_mem_overlap(false).check_all_same_dtype(false).resize_outputs(false);
   const bool sum = needs.factor || needs.value;
-  at::Tensor sums;
+  at::Tensor sums, totals[Sum::sums];
   if (sum) {
     // Elements that are worth a row, and the most rows; a block of the CUDA kernel has more than one channel where
     // these are neighbours in memory.
     constexpr int64_t kShare = 4096, kMaxRows = 1024;
     const int64_t together =
         channel >= 0 && grad.stride(channel) == 1 ? std::min<int64_t>(channels, 512 / grad.element_size()) : 1;
-    const int64_t share = together == 1 ? kShare : 4 * kShare;
+    const int64_t share = together == 1 ? kShare : 8 * kShare;
     call.rows = std::clamp<int64_t>(grad.numel() / std::max<int64_t>(channels, 1) * together / share, 1, kMaxRows);
-    sums = at::zeros({Sum::sums, call.rows, channels}, grad.options().dtype(compute_type(call.dtype)));
-    call.sum_bytes = sums.stride(0) * sums.element_size();
-    call.row_bytes = sums.stride(1) * sums.element_size();
+    sums = at::empty({Sum::sums, call.rows, channels}, grad.options().dtype(compute_type(call.dtype)));
+    if (grad.numel() == 0) sums.zero_();
+    call.sums = static_cast<char*>(sums.data_ptr());
+    call.row_bytes = channels * sums.element_size();
+    call.sum_bytes = call.rows * call.row_bytes;
+    if (needs.factor) totals[0] = empty_total(call.totals[0], *factor_tensor, call.dtype, options);
+    if (needs.value) totals[1] = empty_total(call.totals[1], value, call.dtype, options);
     const at::Tensor first = sums[0][0];
     config.add_owned_output(broadcast(first, grad.dim(), channel).expand(grad.sizes()));
   }
@@ -139,8 +147,8 @@ inline std::vector<at::Tensor> scale_add_backward(
 
   std::vector<at::Tensor> gradients;
   if (needs.input) gradients.push_back(outputs[0]);
-  if (needs.factor) gradients.push_back(as_gradient(sums[0], *factor_tensor));
-  if (needs.value) gradients.push_back(as_gradient(sums[1], value));
+  if (needs.factor) gradients.push_back(as_gradient(totals[0], *factor_tensor));
+  if (needs.value) gradients.push_back(as_gradient(totals[1], value));
   if (needs.residual) gradients.push_back(outputs[1]);
   return gradients;
 }

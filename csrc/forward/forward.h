@@ -64,9 +64,11 @@ inline at::Tensor empty_mask(const at::Tensor& like) {
   return at::empty({(like.numel() + 31) / 32 * 4}, like.options().dtype(at::kByte));
 }
 
-// Does the iterator go through its output in the order of its memory, by eights?
+// Does the iterator go through its output in the order of its memory, row by row in whole vectors and whole bytes of
+// the mask?
 inline bool is_in_order(const at::TensorIteratorBase& iter) {
-  if (!is_one_plan(iter) || (iter.ndim() > 1 && iter.shape()[0] % 8 != 0)) return false;
+  const int64_t unit = std::max<int64_t>(16 / iter.element_size(0), 8);
+  if (!is_one_plan(iter) || (iter.ndim() > 1 && iter.shape()[0] % unit != 0)) return false;
   int64_t stride = iter.element_size(0);
   for (int d = 0; d < iter.ndim(); ++d) {
     if (iter.strides(0)[d] != stride) return false;
