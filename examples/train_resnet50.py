@@ -129,6 +129,7 @@ def synchronize(device: torch.device) -> None:
 
 def first_step(trainer: Trainer) -> float:
     """Seconds; torch.compile compiles in there."""
+    synchronize(trainer.images.device)
     start = time.perf_counter()
     trainer.step()
     synchronize(trainer.images.device)
@@ -214,7 +215,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("resnet50.json"))
     args = parser.parse_args()
     if args.batch < 1 or args.steps < 1 or args.size < 32:
-        parser.error("--batch and --steps must be at least 1, --size at least 32")
+        got = f"{args.batch}, {args.steps} and {args.size}"
+        parser.error(f"--batch and --steps must be at least 1 and --size at least 32, got {got}")
 
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
     torch.manual_seed(0)
