@@ -22,6 +22,7 @@ GROUPS = {
     "layouts": "Layouts of the input",
     "gradients": "Layouts of the incoming gradient",
     "channels": "A tensor of parameters",
+    "fused": "Fused, with a tensor of parameters",
     "host": "Host time per call",
 }
 

@@ -28,21 +28,26 @@ import plots
 import report
 import timing
 import torch
-from table import rows
+from table import Case, rows
 
 
 def main() -> int:
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
     args = parse()
+    table = [row for row in rows(args.device, args.quick) if any(args.only.search(row.id(d)) for d in row.directions)]
+    print(f"{len(table)} rows, {sum(row.compile for row in table)} of them with torch.compile", file=sys.stderr)
+    if args.list:
+        print(*(f"{row.id('+'.join(row.directions))}{', compile' * row.compile}" for row in table), sep="\n")
+        return 0
     if args.compare:
         before = report.load(args.compare)  # first: --output may overwrite it
     timing.keep_pages()
     torch.manual_seed(0)
     results = {"environment": report.environment(args.device)}
     start = time.perf_counter()
-    measured = run(args)
+    measured = run(table, args)
     if not measured["records"] and not measured["failed"]:
-        print(f"no row matches {args.only!r}", file=sys.stderr)
+        print(f"no row matches {args.only.pattern!r}", file=sys.stderr)
         return 2
     seconds = time.perf_counter() - start
     results |= {"seconds": round(seconds, 1), **measured}
@@ -61,7 +66,9 @@ def parse() -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="few sizes, no torch.compile (the default on a CPU)")
     size.add_argument("--full", action="store_true", help="every row (the default on a GPU)")
-    parser.add_argument("--only", metavar="PATTERN", default="", help="rows whose name this regular expression finds")
+    pattern = {"metavar": "PATTERN", "type": re.compile, "default": re.compile("")}
+    parser.add_argument("--only", **pattern, help="rows whose name this regular expression finds")
+    parser.add_argument("--list", action="store_true", help="print the rows, and measure nothing")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", metavar="DIR", type=Path, default=report.ROOT / "build" / "benchmarks")
     parser.add_argument("--compare", metavar="FILE", type=Path, help="an earlier results.json")
@@ -71,17 +78,15 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace) -> dict:
+def run(table: list[Case], args: argparse.Namespace) -> dict:
     """The records of the rows asked for, and which rows did not fit into memory or failed."""
-    only = re.compile(args.only)
     records, skipped, failed = [], [], []
-    table = [row for row in rows(args.device, args.quick) if any(only.search(row.id(d)) for d in row.directions)]
     compile_start = timing.start_of_compile(args.device) if any(row.compile for row in table) else None
     for number, row in enumerate(table, 1):
         name = row.id("+".join(row.directions))
         start = time.perf_counter()
         try:
-            records += [record for record in measure.measure(row, args.device) if only.search(record["id"])]
+            records += [record for record in measure.measure(row, args.device) if args.only.search(record["id"])]
         except torch.OutOfMemoryError:
             skipped.append(name)
         except Exception as error:
@@ -92,7 +97,7 @@ def run(args: argparse.Namespace) -> dict:
         print(f"{number}/{len(table)} {name}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     for device in ["cpu", *["cuda"] * (args.device == "cuda")]:
         for op, direction, peers in measure.host_rows():
-            if only.search(measure.host_id(op, direction, device)):
+            if args.only.search(measure.host_id(op, direction, device)):
                 records.append(measure.measure_host(op, direction, peers, device))
     return {"start_of_compile_s": compile_start, "skipped": skipped, "failed": failed, "records": records}
 

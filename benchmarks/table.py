@@ -10,6 +10,8 @@ import torch
 from cases import OPS, Op, data
 from torch import Tensor
 
+from my_cuda_op import functional
+
 NUMBERS = {"factor": 0.7, "value": 0.3}
 
 
@@ -21,25 +23,25 @@ class Form:
     op: Op
     parameters: str = "number"  # or "channel": fixed tensors; or "learnable": tensors that get their gradients
     dim: int = 1
+    parameter_dtype: torch.dtype | None = None  # of tensors; the input's where it is not given
     residual: bool = False
-    reads: str | None = (
-        None  # what backward must read beside the gradient: "input", "output" or "bits" (one per element)
-    )
-    writes: int = (
-        1  # how many tensors of the input's size backward must write; 0 where the gradient is the incoming one
-    )
+    reads: tuple[str, ...] = ()  # what backward must read beside the gradient: "input", "output", "bits" (1 an element)
+    writes: int = 1  # tensors of the input's size that backward must write; 0 where the gradient is the incoming one
+    function: Callable[..., Tensor] | None = None  # ours, where it is not the op itself that computes this
     gradient: Callable[[Tensor, Tensor], Tensor] | None = None  # stock expression of the input's, of (grad, output)
+    compile: bool = False  # is torch.compile a peer? It takes seconds for each row.
 
     def make(self, input: Tensor) -> tuple:
         """The arguments: this input, the parameters, and the residual where there is one."""
         parameters = [NUMBERS[name] for name in self.op.parameters]
         if self.parameters != "number":
-            parameters = [data((input.size(self.dim),), input.dtype, input.device) for _ in parameters]
-        args = [input, *parameters, *([torch.empty_like(input).normal_()] if self.residual else [])]
+            dtype = self.parameter_dtype or input.dtype
+            parameters = [data((input.size(self.dim),), dtype, input.device) for _ in parameters]
+        residual = [torch.empty_like(input).normal_()] if self.residual else []
         if self.has_backward:
-            for arg in args if self.parameters == "learnable" else (args[0], *args[1 + len(parameters) :]):
-                arg.requires_grad_()
-        return tuple(args)
+            for tensor in (input, *residual, *(parameters if self.parameters == "learnable" else [])):
+                tensor.requires_grad_()
+        return (input, *parameters, *residual)
 
     @property
     def has_backward(self) -> bool:
@@ -47,7 +49,7 @@ class Form:
         return self.writes > 0 or self.parameters == "learnable"
 
     def ours(self, *args) -> Tensor:
-        return self._call(self.op, args)
+        return self._call(self.function or self.op, args)
 
     def stock(self, *args) -> Tensor:
         return self._call(self.op.stock, args)
@@ -64,10 +66,11 @@ class Form:
     def bytes_moved(self, args: tuple, output: Tensor, grad: Tensor) -> dict[str, int]:
         """The least that any implementation must read and write."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        reads = {None: 0, "input": size(args[0]), "output": size(output), "bits": output.numel() // 8}[self.reads]
+        sizes = {"input": size(args[0]), "output": size(output), "bits": output.numel() // 8}
         forward = sum(map(size, tensors)) + size(output)
-        backward = size(grad) + reads + self.writes * args[0].numel() * args[0].element_size()
-        written = reads if self.reads == "bits" else 0  # by a forward that expects a backward
+        backward = size(grad) + sum(sizes[name] for name in self.reads)
+        backward += self.writes * args[0].numel() * args[0].element_size()
+        written = sizes["bits"] if "bits" in self.reads else 0  # by a forward that expects a backward
         return {"forward": forward, "backward": backward, "step": forward + written + backward}
 
 
@@ -83,23 +86,64 @@ def _relu_gradient(grad, output):
     return torch.where(output <= 0, 0, grad)
 
 
-SCALE = Form("scale", OPS["scale"])
-ADD_SCALAR = Form("add_scalar", OPS["add_scalar"], writes=0)
-RELU = Form("relu", OPS["relu"], reads="output", gradient=_relu_gradient)
+SCALE_ADD_RELU = OPS["scale_add_relu"]
+# torch.relu(x + b), which is scale_add_relu with a factor of 1.
+ADD_RELU = replace(OPS["add_scalar"], formula=lambda x, b: torch.relu(x + b))
+
+RELU = Form("relu", OPS["relu"], reads=("output",), gradient=_relu_gradient)
 
 # At every size, contiguous.
-BY_SIZE = [SCALE, ADD_SCALAR, RELU]
+BY_SIZE = [
+    Form("scale", OPS["scale"]),
+    Form("add_scalar", OPS["add_scalar"], writes=0),
+    RELU,
+    Form(
+        "relu, one bit",
+        OPS["relu"],
+        reads=("bits",),
+        function=lambda x, dim: functional.scale_add_relu(x, 1, 0),
+        compile=True,
+    ),
+    Form("scale_add_relu", SCALE_ADD_RELU, reads=("bits",), compile=True),
+]
 # With one number for each channel of NCHW, in both memory formats.
 BY_CHANNEL = [
     Form("scale, per channel", OPS["scale"], "channel"),
-    Form("scale, learnable", OPS["scale"], "learnable", reads="input"),
+    Form("scale, learnable", OPS["scale"], "learnable", reads=("input",)),
     Form("add_scalar, learnable", OPS["add_scalar"], "learnable", writes=0),
+]
+FUSED_BY_CHANNEL = [
+    Form("scale_add_relu, per channel", SCALE_ADD_RELU, "channel", reads=("bits",), compile=True),
+    Form("scale_add_relu, residual", SCALE_ADD_RELU, "channel", residual=True, reads=("bits",), writes=2),
+    Form("scale_add_relu, learnable", SCALE_ADD_RELU, "learnable", reads=("input", "bits"), compile=True),
 ]
 # With one number for each element of the last dimension of (batch, tokens, features).
 BY_FEATURE = [
-    Form("scale, learnable (LayerScale)", OPS["scale"], "learnable", dim=-1, reads="input"),
+    Form("scale, learnable (LayerScale)", OPS["scale"], "learnable", dim=-1, reads=("input",), compile=True),
     Form("add_scalar, learnable (bias)", OPS["add_scalar"], "learnable", dim=-1, writes=0),
 ]
+FUSED_BY_FEATURE = [
+    Form(
+        "scale_add_relu, learnable value (bias)",
+        ADD_RELU,
+        "learnable",
+        dim=-1,
+        reads=("bits",),
+        function=lambda x, b, dim: functional.scale_add_relu(x, 1, b, dim=dim),
+        compile=True,
+    ),
+]
+# A block of a frozen network under autocast: half-precision activations meet parameters that are not.
+AUTOCAST = Form(
+    "scale_add_relu, residual, float32 parameters",
+    SCALE_ADD_RELU,
+    "channel",
+    parameter_dtype=torch.float32,
+    residual=True,
+    reads=("bits",),
+    writes=2,
+    compile=True,
+)
 
 
 def _chunk(shape, dtype, device):
@@ -153,6 +197,9 @@ GRADIENTS = {
     "mT": _transposed,
 }
 
+SIZE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+EXPONENTS = {"cuda": (10, 13, 16, 19, 22, 25, 27, 28), "cpu": (10, 13, 16, 19, 22, 25)}
+COMPILED = {"cuda": 27, "cpu": 25}  # the one size at which torch.compile is a peer
 TOKENS = {"cuda": (64, 1024, 768), "cpu": (4, 256, 768)}
 IMAGE = {"cuda": (64, 256, 56, 56), "cpu": (2, 64, 56, 56)}
 
@@ -168,7 +215,7 @@ class Case:
     layout: str
     layouts: dict[str, Callable]  # where `layout` stands
     directions: tuple[str, ...]
-    compile: bool = False  # is torch.compile a peer? It takes seconds for each row.
+    compile: bool = False
 
     def id(self, direction: str) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -187,26 +234,30 @@ class Case:
 def rows(device: str, quick: bool) -> list[Case]:
     """The table. ``quick`` leaves out most sizes and dtypes, and torch.compile."""
     table = []
-    halves = [torch.bfloat16] if quick else [torch.bfloat16, torch.float16]
-    exponents = [10, 16, 22] if quick else range(10, 29 if device == "cuda" else 25, 2)
+    every = ("forward", "backward", "step")
     for form in BY_SIZE:
-        for dtype in [torch.float32, *halves, *([] if quick else [torch.float64])]:
-            for exponent in exponents:
-                if dtype == torch.float64 and exponent not in (20, 24, 26):
+        for dtype in SIZE_DTYPES[:2] if quick else SIZE_DTYPES:
+            for exponent in (10, 16, 22) if quick else EXPONENTS[device]:
+                if dtype == torch.float64 and exponent < 22:
                     continue
-                directions = (
-                    "forward",
-                    *["backward"] * form.has_backward,
-                    *["step"] * (form.has_backward and exponent >= 24),
-                )
-                compile = exponent == 24 and dtype in (torch.float32, torch.bfloat16)
-                table.append(Case("sizes", form, dtype, (2**exponent,), "contiguous", CONTIGUOUS, directions, compile))
+                directions = [d for d in every if d == "forward" or form.has_backward]
+                if exponent < 25:
+                    directions = directions[:2]  # a step is the two together
+                compile = exponent == COMPILED[device] and dtype in (torch.float32, *[torch.bfloat16] * form.compile)
+                case = Case("sizes", form, dtype, (2**exponent,), "contiguous", CONTIGUOUS, tuple(directions), compile)
+                table.append(case)
     for dtype in [torch.float32] if quick else [torch.float32, torch.bfloat16]:
         for layouts, shape in (LAYOUTS, TOKENS[device]), (IMAGE_LAYOUTS, IMAGE[device]):
             table += [Case("layouts", RELU, dtype, shape, name, layouts, ("forward",), True) for name in layouts]
         for name in GRADIENTS:
             table.append(Case("gradients", RELU, dtype, TOKENS[device], name, GRADIENTS, ("backward",), True))
-        for forms, layouts, shape in (BY_CHANNEL, IMAGES, IMAGE[device]), (BY_FEATURE, CONTIGUOUS, TOKENS[device]):
-            every = ("forward", "backward", "step")
-            table += [Case("channels", f, dtype, shape, name, layouts, every, True) for f in forms for name in layouts]
+        for group, forms, layouts, shape in (
+            ("channels", BY_CHANNEL, IMAGES, IMAGE[device]),
+            ("channels", BY_FEATURE, CONTIGUOUS, TOKENS[device]),
+            ("fused", FUSED_BY_CHANNEL, IMAGES, IMAGE[device]),
+            ("fused", FUSED_BY_FEATURE, CONTIGUOUS, TOKENS[device]),
+        ):
+            for f in forms:
+                table += [Case(group, f, dtype, shape, name, layouts, every, f.compile) for name in layouts]
+    table.append(Case("fused", AUTOCAST, torch.bfloat16, IMAGE[device], "channels_last", IMAGES, every, True))
     return [replace(case, compile=False) for case in table] if quick else table

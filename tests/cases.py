@@ -76,15 +76,15 @@ class Op:
     def reference(self) -> Callable[..., Tensor]:
         return getattr(reference, self.name)
 
-    def __call__(self, input, *parameters, dim=1, inplace=False):
-        """Ours: ``my_cuda_op.functional.<name>``, with ``dim`` where the op has one."""
+    def __call__(self, input, *parameters, dim=1, inplace=False, **residual):
+        """Ours: ``my_cuda_op.functional.<name>``, with ``dim`` where the op has one, and ``residual`` if given."""
         function = self.function_ if inplace else self.function
-        return function(input, *parameters, **({"dim": dim} if parameters else {}))
+        return function(input, *parameters, **({"dim": dim} if parameters else {}), **residual)
 
-    def stock(self, input, *parameters, dim=1, inplace=False):
+    def stock(self, input, *parameters, dim=1, inplace=False, **residual):
         """The stock expression as a user would write it: fixes strides, gradients' strides and errors."""
         formula = self.formula_ if inplace else self.formula
-        return formula(input, *[as_channels(parameter, input, dim) for parameter in parameters])
+        return formula(input, *[as_channels(parameter, input, dim) for parameter in parameters], **residual)
 
     def result_type(self, input, *parameters) -> torch.dtype:
         """A parameter never widens, whatever its shape: it counts as a 0-d tensor."""
@@ -92,14 +92,15 @@ class Op:
         types = [torch.result_type(input, number) for number in numbers]
         return functools.reduce(torch.promote_types, types) if types else input.dtype
 
-    def expected(self, input, *parameters, dim=1):
+    def expected(self, input, *parameters, dim=1, **residual):
         """What the contract promises, without a look at our code: the stock expression, with half precision computed in
         float32 and rounded once, and with parameters that never widen. Differentiable."""
         dtype = self.result_type(input, *parameters)
         compute = COMPUTE.get(dtype, dtype)
         parameters = [as_channels(p, input, dim) for p in parameters]
         parameters = [p.to(compute) if isinstance(p, Tensor) else p for p in parameters]
-        return self.formula(input.to(compute), *parameters).to(dtype)
+        residual = {name: tensor.to(compute) for name, tensor in residual.items()}
+        return self.formula(input.to(compute), *parameters, **residual).to(dtype)
 
 
 def as_channels(parameter, input, dim):
@@ -116,6 +117,11 @@ BCOMPLEX32 = getattr(torch, "bcomplex32", None)
 
 def _relu_takes(dtype):
     return not dtype.is_complex and dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64)
+
+
+def _scale_add(x, w, b, residual=None):
+    output = x * w + b
+    return output if residual is None else output + residual
 
 
 _OPS = [
@@ -137,14 +143,14 @@ _OPS = [
     Op(
         "scale_add",
         ("factor", "value"),
-        lambda x, w, b: x * w + b,
+        _scale_add,
         lambda x, w, b: x.mul_(w).add_(b),
         lambda dtype: dtype not in (torch.uint16, torch.uint32, torch.uint64, BCOMPLEX32),
     ),
     Op(
         "scale_add_relu",
         ("factor", "value"),
-        lambda x, w, b: torch.relu(x * w + b),
+        lambda *args, **residual: torch.relu(_scale_add(*args, **residual)),
         lambda x, w, b: x.mul_(w).add_(b).relu_(),
         _relu_takes,
     ),
