@@ -1,8 +1,10 @@
-"""What only CUDA has: streams, graphs, and calls that must not wait for the device."""
+"""What only CUDA has: access patterns, streams, graphs, and calls that must not wait for the device."""
+
+import re
 
 import pytest
 import torch
-from cases import data
+from cases import OPS, data
 from forms import each_form, each_place, make_args, tensors
 
 
@@ -93,3 +95,64 @@ def test_a_cpu_number_as_a_tensor(op, kind, cuda):
     actual = step(op, [x, *parameters], False)
     assert [g.device.type for g in actual] == ["cuda", "cuda", *["cpu" for _ in parameters]]
     torch.testing.assert_close(actual, expected(op, [x, *parameters]))
+
+
+ACCESS = ["kFlat", "kChannels", "kAcross", "kWhole", "kRows", "kAny"]  # csrc/elementwise.cuh
+
+
+def kernels(call):
+    """What the call returns, and which of our kernels it ran, with which access."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        result = call()
+        torch.cuda.synchronize()
+    found = [re.search(r"cuda::(\w+)_kernel<.*Access\)(\d)", event.key) for event in profile.key_averages()]
+    return result, {f"{match[1]} {ACCESS[int(match[2])]}" for match in found if match}
+
+
+IMAGES = (2, 32, 4, 8)  # its channels and its pixels are whole vectors, of every dtype
+
+
+def _channels_last(dtype, device):
+    return data(IMAGES, dtype, device).contiguous(memory_format=torch.channels_last)
+
+
+PATTERNS = {  # name: (input, kind of parameters, are they learnable, kernels)
+    "one run": (lambda *a: data(IMAGES, *a), "number", False, {"map kFlat"}),
+    "one run, odd": (lambda *a: data((1031,), *a), "number", False, {"map kFlat"}),
+    "NCHW": (lambda *a: data(IMAGES, *a), "channel", False, {"map kChannels"}),
+    "channels_last": (_channels_last, "channel", False, {"map kAcross"}),
+    "rows": (lambda *a: data((2, 5, 32), *a)[:, 1:], "number", False, {"map kRows", "map kFlat"}),
+    "strided": (lambda *a: data((2, 3, 64), *a)[..., ::2], "number", False, {"map kAny", "map kFlat"}),
+    "odd rows": (lambda *a: data((2, 3, 7, 7), *a), "channel", False, {"map kAny"}),
+    "learnable, NCHW": (lambda *a: data(IMAGES, *a), "channel", True, {"map kChannels", "sum kWhole"}),
+    "learnable, channels_last": (_channels_last, "channel", True, {"map kAcross", "sum kWhole"}),
+    "learnable, (N, C)": (lambda *a: data((40, 64), *a), "channel", True, {"map kAcross", "sum kWhole"}),
+    "learnable, odd": (lambda *a: data((5, 3, 7), *a), "channel", True, {"map kAny", "sum kAny"}),
+    "learnable, one": (lambda *a: data(IMAGES, *a), "one", True, {"map kFlat", "sum kWhole"}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_access_pattern(pattern, dtype, cuda):
+    make, kind, learnable, wanted = PATTERNS[pattern]
+    input = make(dtype, cuda).requires_grad_()
+    size = {"channel": input.shape[1:2] or (1,), "one": (1,)}
+    parameters = [0.7, -0.3] if kind == "number" else [data(size[kind], dtype, cuda) for _ in range(2)]
+    args = [input, *(p.requires_grad_() if learnable else p for p in parameters)]
+    op = OPS["scale_add_relu"]
+    actual, seen = kernels(lambda: step(op, args, inplace=False))
+    assert seen == wanted
+    tolerance = {torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(actual, expected(op, args), rtol=tolerance, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_expanded_gradient_in_rows(dtype, cuda):
+    output = data((4, 3, 64), dtype, cuda).relu()
+    for grad in (data((1, 1, 1), dtype, cuda), data((4, 3, 1), dtype, cuda), data((1, 3, 64), dtype, cuda)):
+        grad = grad.expand(output.shape)
+        actual, seen = kernels(lambda grad=grad: torch.ops.my_cuda_op.relu_backward(grad, output))
+        assert seen == {"map kRows"}
+        torch.testing.assert_close(actual, torch.where(output > 0, grad, 0), rtol=0, atol=0)
