@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from my_cuda_op import _C, reference
+from my_cuda_op import reference
 from my_cuda_op.routing import Operator, Transformable
 
 
@@ -47,7 +47,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 class Scale(Function):
     @staticmethod
     def forward(input, factor, dim):
-        return _C.scale(input, factor, dim)
+        return scale.kernel(input, factor, dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -94,7 +94,7 @@ class Scale(Function):
 class ScaleBackwardFactor(Function):
     @staticmethod
     def forward(grad, input, factor, dim):
-        return _C.scale_backward_factor(grad, input, factor, dim)
+        return scale_backward_factor.kernel(grad, input, factor, dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -131,7 +131,7 @@ class ScaleBackwardFactor(Function):
 class AddScalar(Function):
     @staticmethod
     def forward(input, value, dim):
-        return _C.add_scalar(input, value, dim)
+        return add_scalar.kernel(input, value, dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -166,7 +166,7 @@ class AddScalar(Function):
 class AddScalarBackwardValue(Function):
     @staticmethod
     def forward(grad, value, dim):
-        return _C.add_scalar_backward_value(grad, value, dim)
+        return add_scalar_backward_value.kernel(grad, value, dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -193,7 +193,7 @@ class AddScalarBackwardValue(Function):
 class ReLU(Function):
     @staticmethod
     def forward(input):
-        return _C.relu(input)
+        return relu.kernel(input)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -218,7 +218,7 @@ class ReLUBackward(Function):
 
     @staticmethod
     def forward(grad, result):
-        return _C.relu_backward(grad, result)
+        return relu_backward.kernel(grad, result)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -246,7 +246,7 @@ class ScaleAdd(Function):
 
     @staticmethod
     def forward(input, factor, value, residual, dim):
-        return _C.scale_add(input, factor, value, residual, dim)
+        return scale_add.kernel(input, factor, value, residual, dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -281,7 +281,7 @@ class ScaleAdd(Function):
 class ScaleAddReLU(ScaleAdd):
     @staticmethod
     def forward(input, factor, value, residual, dim):
-        return _C.scale_add_relu(input, factor, value, residual, dim)
+        return scale_add_relu_masked.kernel(input, factor, value, residual, dim)
 
 
 scale = Transformable("scale", Scale, saves_input=True)

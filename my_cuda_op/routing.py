@@ -10,12 +10,57 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from my_cuda_op import _C, reference
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _Transform = torch._C._functorch.TransformType
+
+_kernels = False  # does compiled code run the kernels? Dynamo guards it, so that a change recompiles
+
+
+class compile_with:
+    """Choose what ``torch.compile`` and ``torch.export`` make of the operators: for good, or in a ``with`` block.
+
+    ``"decomposition"``, the default: the operators in plain PyTorch, which Inductor fuses with what stands around them.
+    ``"kernels"``: the kernels of this package, forward and backward. They stand in the graph as
+    ``torch.ops.my_cuda_op.*``, and nothing is fused with them::
+
+        my_cuda_op.compile_with("kernels")  # from here on
+        with my_cuda_op.compile_with("kernels"):  # or in here
+            compiled_model(x)
+
+    What counts is the choice where compiled code is called, not where ``torch.compile`` is. Code is compiled once for
+    each choice, and an exported program keeps the one that it was exported with; with kernels it needs
+    ``import my_cuda_op`` where it is loaded. There is one choice for all threads.
+
+    With ``"kernels"``, too, what is under a transform of torch.func, dual numbers, and tensors that wrap others, as
+    DTensor does, get the decomposition, and an operator in place writes into a new tensor first. A float that changes
+    from call to call compiles anew for each value, as with any operator that Inductor does not know; a tensor of one
+    element does not.
+
+    Args:
+        implementation: ``"decomposition"`` or ``"kernels"``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+
+    def __init__(self, implementation: str) -> None:
+        global _kernels
+        if implementation not in ("decomposition", "kernels"):
+            raise ValueError(
+                f"compile_with: implementation must be 'decomposition' or 'kernels', got {implementation!r}"
+            )
+        self.before, _kernels = _kernels, implementation == "kernels"
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        global _kernels
+        _kernels = self.before
 
 
 class Operator:
@@ -35,17 +80,38 @@ class Operator:
         self.name, self.function, self.saves_input = name, function, saves_input
         self.plain: Callable[..., Tensor | None] = getattr(_C.plain, name)  # None, with nothing done, where not plain
         self.kernel_: Callable[..., None] | None = getattr(_C, name + "_", None)  # in place
+        self.op: Callable[..., Tensor] = getattr(torch.ops.my_cuda_op, name)
         self.reference: Callable[..., Tensor] = getattr(reference, name)
         if function is not None:
             _C.set_derivative(name, function)
+            self.eager = _eager(function)
 
     def __call__(self, *args: Any) -> Tensor:
         """The result, with its derivative recorded where one is needed."""
-        if not is_compiling() and (output := self.plain(*args)) is not None:
+        if is_compiling():
+            return self.compiled(*args)
+        if (output := self.plain(*args)) is not None:
             return output
-        return self.reference(*args)
+        return self.derived(*args)
 
-    record = __call__  # what the dispatcher's operator does where autograd is to see it
+    def compiled(self, *args: Any) -> Tensor:
+        """What a compiler traces. Never a Function: Dynamo refuses one that has a jvp."""
+        return self.op(*args) if _kernels and not _wraps(args) else self.reference(*args)
+
+    def derived(self, *args: Any) -> Tensor:
+        """What runs where a call is not plain."""
+        if _wraps(args) or torch._C._is_tracing() or _transforms_active() or _is_batched(args) or _is_dual(args):
+            return self.reference(*args)
+        if not _requires_grad(args):
+            return self.kernel(*args)
+        return self.reference(*args) if self.function is None else self.eager.apply(*args)
+
+    record = derived  # what the dispatcher's operator does where autograd is to see it
+
+    def kernel(self, *args: Any) -> Tensor:
+        """The kernel, or what a mode or a subclass makes of the operator."""
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.op(*args)
 
     def in_place(self, input: Tensor, *args: Any) -> Tensor:
         """The same in place: changes the input and returns it."""
@@ -86,20 +152,15 @@ class Transformable(Operator):
 
     def __init__(self, name: str, function: type[Function], saves_input: bool = False) -> None:
         super().__init__(name, function, saves_input)
-        self.kernel: Callable[..., Tensor] = getattr(_C, name)
-        self.eager, self.eager_ = _eager(function), _in_place(function, self.kernel_)
+        self.eager_ = _in_place(function, self.kernel_)
         function.vmap = _vmap(self.reference)
 
-    def __call__(self, *args: Any) -> Tensor:
-        if is_compiling():  # Dynamo refuses a Function with a jvp
-            return self.reference(*args)
-        if (output := self.plain(*args)) is not None:
-            return output
+    def derived(self, *args: Any) -> Tensor:
         if _wraps(args) or _runs_reference():
             return self.reference(*args)
         if _transforms_active():
             return self.function.apply(*args)
-        if forward_ad._current_level >= 0 or _requires_grad(args):
+        if _is_dual(args) or _requires_grad(args):
             return self.eager.apply(*args)
         return self.kernel(*args)
 
@@ -123,8 +184,17 @@ def _runs_reference() -> bool:
 
 def _wraps(args: tuple) -> bool:
     """Is there a tensor that wraps others, as DTensor does? It knows what to do with those for PyTorch's operators, and
-    not for ours; so the reference runs."""
-    return any(is_traceable_wrapper_subclass(arg) for arg in args)
+    not for ours; so the reference runs. (Asked of the type, which Dynamo traces rightly, unlike the tensor's own.)"""
+    return any(isinstance(arg, Tensor) and is_traceable_wrapper_subclass_type(type(arg)) for arg in args)
+
+
+def _is_batched(args: tuple) -> bool:
+    """By torch.autograd.grad(is_grads_batched=True), which is no transform of torch.func."""
+    return any(isinstance(arg, Tensor) and torch._C._functorch.is_legacy_batchedtensor(arg) for arg in args)
+
+
+def _is_dual(args: tuple) -> bool:
+    return any(isinstance(arg, Tensor) and _C.is_dual(arg) for arg in args)
 
 
 def _requires_grad(args: tuple) -> bool:
@@ -137,7 +207,7 @@ def _eager(function: type[Function]) -> type[Function]:
     def forward(ctx, *args):
         output = function.forward(*args)
         function.setup_context(ctx, args, output)
-        return output
+        return output[0] if isinstance(output, tuple) else output  # without the mask
 
     return _derive(function, forward)
 
