@@ -228,10 +228,8 @@ def _tensor(op: str, input: Any) -> Tensor:
 
 
 def _dim(op: str, dim: Any) -> int:
-    if not isinstance(dim, int):
-        if not hasattr(dim, "__index__"):
-            raise TypeError(f"{op}: dim must be an int, got {type(dim).__name__}")
-        dim = dim.__index__()  # a NumPy integer
+    if not isinstance(dim, int) and not hasattr(dim, "__index__"):  # as a NumPy integer has
+        raise TypeError(f"{op}: dim must be an int, got {type(dim).__name__}")
     return dim
 
 
