@@ -1,4 +1,7 @@
-"""PyTorch's own samples: what it tests its mul, add and relu with, from numbers to odd strides, tests ours."""
+"""PyTorch's own samples: what it tests its mul, add and relu with, from numbers to odd strides, tests ours.
+
+Of the fused operators torch has no twin, and so no samples.
+"""
 
 import functools
 import warnings
