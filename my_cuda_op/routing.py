@@ -66,9 +66,9 @@ class compile_with:
 class Operator:
     """An operator as Python calls it: its kernels and its reference, and when which of them runs.
 
-    A plain call runs the kernel, and is recorded where a derivative is needed (see csrc/autograd.h). Any other, of a
-    subclass or a dual number, under a transform of torch.func, or compiled, runs the reference, whose derivatives are
-    PyTorch's own and which Inductor fuses with its neighbours.
+    A plain call runs the kernel, and is recorded where a derivative is needed (see csrc/autograd.h); so does a call
+    with fake tensors, or under a mode. Any other, with a subclass or a dual number, or under a transform of torch.func,
+    runs the reference, whose derivatives are PyTorch's own. Compiled code runs what :class:`compile_with` says.
 
     Args:
         name: of the dispatcher's operators, of the functions of ``_C`` and of the reference.
