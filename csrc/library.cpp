@@ -84,7 +84,7 @@ void operators(const Define& define) {
 
   define_affine<ops::ScaleAdd>(define, "input * factor + value (+ residual)");
   define_affine<ops::ScaleAddReLU>(define, "max(input * factor + value (+ residual), 0)");
-  const std::string before = "Tensor grad, Tensor? input, Tensor? mask, int[] strides, ",
+  const std::string before = "Tensor grad, Tensor? input, Tensor? mask, SymInt[] strides, ",
                     after = " factor, Tensor? value, bool[4] needs, int dim=1) -> Tensor[]";
   const char* doc =
       "Those gradients of scale_add (and with a mask scale_add_relu) by input, factor, value and residual that are "
@@ -177,6 +177,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   for (const auto& name : names) plain.def(name.c_str(), [](const pybind11::args&) { return pybind11::none(); });
 
   my_cuda_op::define_autograd(m);
+  m.def(
+      "is_dual", [](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); },
+      pybind11::arg("tensor"),
+      "Does the tensor carry a tangent? (torch.autograd.forward_ad does not count a level that a compiler traces.)");
   m.def(
       "check_inplace",
       [](const at::Tensor& tensor) { torch::autograd::check_inplace(tensor, c10::GradMode::is_enabled()); },

@@ -62,6 +62,17 @@ FEATURES = {
         "hessian of hessian inside": r"test_compile::test_nested\w+\[hessian of hessian",
         "Compiled autograd of calls outside of the compiled part": "test_graph::test_compiled_autograd",
     },
+    'torch.compile with `compile_with("kernels")`': {
+        "One graph of our operators, both ways": "test_compile_choice::test_(forward|without|resid|in_)",
+        "Half precision rounds once": "test_compile_choice::test_half_precision",
+        "Every layout": "test_compile_choice::test_layouts",
+        "Inductor, static and dynamic shapes": "test_compile_choice::test_inductor",
+        'mode="reduce-overhead"': "test_compile_choice::test_reduce_overhead",
+        "grad, jvp, vmap, hessian inside": "test_compile_choice::test_transforms_inside",
+        "Tensors that wrap others": "test_compile_choice::test_tensors_that_wrap",
+        "torch.export, saved and reloaded": "test_compile_choice::test_export",
+        "Another choice at any time": "test_compile_choice::test_(a_change|a_choice|the_choice)",
+    },
     "Export": {
         "torch.export, saved and reloaded, dynamic batch": "test_export::test_(saved|decompositions|functions)",
         "Gradients of the exported module": "test_export::test_gradients",
@@ -79,6 +90,12 @@ FEATURES = {
         "Parametrizations": "test_nn::test_parametrization",
         "Threads": "test_modes::test_threads",
         "torch.multiprocessing, workers of a DataLoader": "test_modes::test_(multiprocessing|data_loader)",
+    },
+    "Two processes": {
+        "DDP": r"test_distributed::test_distributed\[\w+-DDP",
+        "FSDP2": r"test_distributed::test_distributed\[\w+-FSDP2",
+        "DTensor, by any placement": r"test_distributed::test_distributed\[\w+-(scale|add_scalar|relu)",
+        "Data and tensor parallel by DTensor": r"test_distributed::test_distributed\[\w+-(data|tensor) parallel",
     },
     "torch.ops.my_cuda_op": {
         "Autograd": r"test_library::test_requires_grad\[.*[^_]\.\w+\]",
@@ -161,7 +178,7 @@ def table(runs: list[dict]) -> str:
         "# Compatibility",
         "",
         "Written by `python docs/compatibility.py` from the outcomes of the tests; each cell is that of the tests that "
-        "the script names for it. What is not run needs a GPU.",
+        "the script names for it. What is not run needs a GPU, or a module that was not there.",
         "",
         "| | " + " | ".join(f"torch {run['torch']}" for run in runs) + " |",
         "|---" * (len(runs) + 1) + "|",

@@ -19,6 +19,7 @@ except ImportError as error:
 from my_cuda_op import functional, library, nn  # noqa: F401
 from my_cuda_op.functional import *  # noqa: F403
 from my_cuda_op.functional import add_scalar, relu, scale
+from my_cuda_op.routing import compile_with
 
 __version__: str = _C.__version__
 
@@ -26,6 +27,7 @@ __all__ = [
     *functional.__all__,
     "add_scalar_forward",
     "build_info",
+    "compile_with",
     "functional",
     "multiply_by_two_forward",
     "my_custom_relu",

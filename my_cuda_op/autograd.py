@@ -6,169 +6,14 @@ in the dispatcher run the same Functions (see library.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
-from torch.compiler import is_compiling
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.autograd import Function
 
-from my_cuda_op import _C, reference
-
-_transforms_active = torch._C._are_functorch_transforms_active
-_Transform = torch._C._functorch.TransformType
-
-
-class Operator:
-    """An operator as Python calls it: its kernels and its reference, and when which of them runs.
-
-    A plain call runs the kernel, and is recorded where a derivative is needed (see csrc/autograd.h). Any other, of a
-    subclass or a dual number, under a transform of torch.func, or compiled, runs the reference, whose derivatives are
-    PyTorch's own and which Inductor fuses with its neighbours.
-
-    Args:
-        name: of the dispatcher's operators, of the functions of ``_C`` and of the reference.
-        function: its derivative; None for an operator that runs the reference where one is needed.
-        saves_input: does a derivative by a parameter need the input?
-    """
-
-    def __init__(self, name: str, function: type[Function] | None = None, saves_input: bool = False) -> None:
-        self.name, self.function, self.saves_input = name, function, saves_input
-        self.plain: Callable[..., Tensor | None] = getattr(_C.plain, name)  # None, with nothing done, where not plain
-        self.kernel_: Callable[..., None] | None = getattr(_C, name + "_", None)  # in place
-        self.reference: Callable[..., Tensor] = getattr(reference, name)
-        if function is not None:
-            _C.set_derivative(name, function)
-
-    def __call__(self, *args: Any) -> Tensor:
-        """The result, with its derivative recorded where one is needed."""
-        if not is_compiling() and (output := self.plain(*args)) is not None:
-            return output
-        return self.reference(*args)
-
-    record = __call__  # what the dispatcher's operator does where autograd is to see it
-
-    def in_place(self, input: Tensor, *args: Any) -> Tensor:
-        """The same in place: changes the input and returns it."""
-        if (
-            is_compiling()
-            or _wraps((input, *args))
-            or torch._C._is_tracing()
-            or _transforms_active()
-            or forward_ad._current_level >= 0
-            or _requires_grad(args)
-        ):
-            self.assign(self, input, *args)
-        elif _requires_grad((input,)):
-            _C.check_inplace(input)  # before anything changes: mark_dirty would check afterwards
-            self.record_in_place(input, *args)
-        else:
-            self.kernel_(input, *args)
-        return input
-
-    def record_in_place(self, input: Tensor, *args: Any) -> None:
-        self.assign(self, input, *args)
-
-    def assign(self, function: Callable[..., Tensor], input: Tensor, *args: Any) -> None:
-        """``input.copy_(function(input, *args))``, where function is this operator or its reference."""
-        # Where the derivative needs the old input stock PyTorch fails in backward; a copy costs memory, and works.
-        copy = self.saves_input and any(isinstance(arg, Tensor) for arg in args)
-        output = function(input.clone() if copy else input, *args)
-        if not reference.can_cast(output.dtype, input.dtype):
-            raise RuntimeError(
-                f"{self.name}_: the result type must be one that input's dtype {input.dtype} can hold, "
-                f"got {output.dtype}"
-            )
-        input.copy_(output)
-
-
-class Transformable(Operator):
-    """An operator whose Function has a jvp, too: its kernel also runs where a call is not plain."""
-
-    def __init__(self, name: str, function: type[Function], saves_input: bool = False) -> None:
-        super().__init__(name, function, saves_input)
-        self.kernel: Callable[..., Tensor] = getattr(_C, name)
-        self.eager, self.eager_ = _eager(function), _in_place(function, self.kernel_)
-        function.vmap = _vmap(self.reference)
-
-    def __call__(self, *args: Any) -> Tensor:
-        if is_compiling():  # Dynamo refuses a Function with a jvp
-            return self.reference(*args)
-        if (output := self.plain(*args)) is not None:
-            return output
-        if _wraps(args) or _runs_reference():
-            return self.reference(*args)
-        if _transforms_active():
-            return self.function.apply(*args)
-        if forward_ad._current_level >= 0 or _requires_grad(args):
-            return self.eager.apply(*args)
-        return self.kernel(*args)
-
-    def record(self, *args: Any) -> Tensor:
-        return self.eager.apply(*args)
-
-    def record_in_place(self, input: Tensor, *args: Any) -> None:
-        self.eager_.apply(input, *args)
-
-
-def _runs_reference() -> bool:
-    """Where a Function is not enough: torch.jit.trace records it as an opaque call of Python; functionalize refuses it;
-    and in forward mode inside forward mode its jvp sees what it saved without the outer tangents."""
-    if torch._C._is_tracing():
-        return True
-    if not _transforms_active():
-        return False
-    keys = [level.key() for level in torch._C._functorch.get_interpreter_stack()]
-    return _Transform.Functionalize in keys or keys.count(_Transform.Jvp) > 1
-
-
-def _wraps(args: tuple) -> bool:
-    """Is there a tensor that wraps others, as DTensor does? It knows what to do with those for PyTorch's operators, and
-    not for ours; so the reference runs."""
-    return any(is_traceable_wrapper_subclass(arg) for arg in args)
-
-
-def _requires_grad(args: tuple) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-
-
-def _eager(function: type[Function]) -> type[Function]:
-    """The same Function with the context in ``forward``: ``setup_context`` costs an inspect.signature a call."""
-
-    def forward(ctx, *args):
-        output = function.forward(*args)
-        function.setup_context(ctx, args, output)
-        return output
-
-    return _derive(function, forward)
-
-
-def _in_place(function: type[Function], kernel_: Callable[..., None]) -> type[Function]:
-    """The same Function, overwriting its input. For a derivative that does not need the old input."""
-
-    def forward(ctx, input, *args):
-        kernel_(input, *args)
-        ctx.mark_dirty(input)
-        function.setup_context(ctx, (input, *args), input)
-        return input
-
-    return _derive(function, forward)
-
-
-def _derive(function: type[Function], forward: Callable[..., Tensor]) -> type[Function]:
-    members = {"forward": staticmethod(forward), "setup_context": Function.setup_context, "__module__": __name__}
-    return type(function)(function.__name__, (function,), members)
-
-
-def _vmap(reference: Callable[..., Tensor]) -> staticmethod:
-    """A vmap rule: PyTorch batches the reference, whichever arguments are batched."""
-
-    def vmap(info, in_dims, *args):
-        return torch.vmap(reference, in_dims, randomness=info.randomness)(*args), 0
-
-    return staticmethod(vmap)
+from my_cuda_op import reference
+from my_cuda_op.routing import Operator, Transformable
 
 
 def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -202,7 +47,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 class Scale(Function):
     @staticmethod
     def forward(input, factor, dim):
-        return _C.scale(input, factor, dim)
+        return scale.kernel(input, factor, dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -249,7 +94,7 @@ class Scale(Function):
 class ScaleBackwardFactor(Function):
     @staticmethod
     def forward(grad, input, factor, dim):
-        return _C.scale_backward_factor(grad, input, factor, dim)
+        return scale_backward_factor.kernel(grad, input, factor, dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -286,7 +131,7 @@ class ScaleBackwardFactor(Function):
 class AddScalar(Function):
     @staticmethod
     def forward(input, value, dim):
-        return _C.add_scalar(input, value, dim)
+        return add_scalar.kernel(input, value, dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -321,7 +166,7 @@ class AddScalar(Function):
 class AddScalarBackwardValue(Function):
     @staticmethod
     def forward(grad, value, dim):
-        return _C.add_scalar_backward_value(grad, value, dim)
+        return add_scalar_backward_value.kernel(grad, value, dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -348,7 +193,7 @@ class AddScalarBackwardValue(Function):
 class ReLU(Function):
     @staticmethod
     def forward(input):
-        return _C.relu(input)
+        return relu.kernel(input)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -373,7 +218,7 @@ class ReLUBackward(Function):
 
     @staticmethod
     def forward(grad, result):
-        return _C.relu_backward(grad, result)
+        return relu_backward.kernel(grad, result)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -401,7 +246,7 @@ class ScaleAdd(Function):
 
     @staticmethod
     def forward(input, factor, value, residual, dim):
-        return _C.scale_add(input, factor, value, residual, dim)
+        return scale_add.kernel(input, factor, value, residual, dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -436,7 +281,7 @@ class ScaleAdd(Function):
 class ScaleAddReLU(ScaleAdd):
     @staticmethod
     def forward(input, factor, value, residual, dim):
-        return _C.scale_add_relu(input, factor, value, residual, dim)
+        return scale_add_relu_masked.kernel(input, factor, value, residual, dim)
 
 
 scale = Transformable("scale", Scale, saves_input=True)

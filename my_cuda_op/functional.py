@@ -59,7 +59,8 @@ def scale(input: Tensor, factor: Parameter, *, dim: int = 1, inplace: bool = Fal
         inplace: overwrite the input, and return it.
 
     Raises:
-        TypeError: ``factor`` is neither a number nor a tensor.
+        TypeError: ``input`` is not a tensor, ``factor`` neither a number nor a tensor, or ``dim`` not an int.
+        OverflowError: ``factor`` is an int that does not fit into 64 bits.
         IndexError: ``dim`` is not a dimension of the input.
         RuntimeError: ``factor`` has another number of elements or is on another device; in place: the input is a leaf
             that requires grad, overlaps itself in memory, or cannot hold the result's dtype.
@@ -69,7 +70,7 @@ def scale(input: Tensor, factor: Parameter, *, dim: int = 1, inplace: bool = Fal
     if has_torch_function((input, factor)):
         return handle_torch_function(scale, (input, factor), input, factor, dim=dim, inplace=inplace)
     run = autograd.scale.in_place if inplace else autograd.scale
-    return run(_tensor("scale", input), check_parameter("scale", "factor", factor), dim)
+    return run(_tensor("scale", input), check_parameter("scale", "factor", factor), _dim("scale", dim))
 
 
 def add_scalar(input: Tensor, value: Parameter, *, dim: int = 1, inplace: bool = False) -> Tensor:
@@ -84,14 +85,14 @@ def add_scalar(input: Tensor, value: Parameter, *, dim: int = 1, inplace: bool =
         inplace: overwrite the input, and return it.
 
     Raises:
-        TypeError, IndexError, RuntimeError: as :func:`scale`.
+        TypeError, OverflowError, IndexError, RuntimeError: as :func:`scale`.
     """
     if not inplace and not is_compiling() and (output := plain.add_scalar(input, value, dim)) is not None:
         return output
     if has_torch_function((input, value)):
         return handle_torch_function(add_scalar, (input, value), input, value, dim=dim, inplace=inplace)
     run = autograd.add_scalar.in_place if inplace else autograd.add_scalar
-    return run(_tensor("add_scalar", input), check_parameter("add_scalar", "value", value), dim)
+    return run(_tensor("add_scalar", input), check_parameter("add_scalar", "value", value), _dim("add_scalar", dim))
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -139,7 +140,8 @@ def scale_add(
         inplace: overwrite the input, and return it.
 
     Raises:
-        TypeError, IndexError, RuntimeError: as :func:`scale`.
+        TypeError, OverflowError, IndexError, RuntimeError: as :func:`scale`.
+        TypeError: ``residual`` is neither a tensor nor None.
         RuntimeError: ``residual`` has another shape, dtype or device than the input.
     """
     if not inplace and not is_compiling():
@@ -168,7 +170,7 @@ def scale_add_relu(
         factor, value, residual, dim, inplace: as for :func:`scale_add`.
 
     Raises:
-        TypeError, IndexError, RuntimeError: as :func:`scale_add` and :func:`relu`.
+        TypeError, OverflowError, IndexError, RuntimeError: as :func:`scale_add` and :func:`relu`.
     """
     if not inplace and not is_compiling():
         output = plain.scale_add_relu(input, factor, value, residual, dim)
@@ -187,7 +189,7 @@ def _affine(function, operator, input, factor, value, residual, dim, inplace):
     factor = check_parameter(operator.name, "factor", factor)
     value = check_parameter(operator.name, "value", value)
     run = operator.in_place if inplace else operator
-    return run(_tensor(operator.name, input), factor, value, residual, dim)
+    return run(_tensor(operator.name, input), factor, value, residual, _dim(operator.name, dim))
 
 
 def scale_(input: Tensor, factor: Parameter, *, dim: int = 1) -> Tensor:
@@ -223,6 +225,12 @@ def _tensor(op: str, input: Any) -> Tensor:
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: input must be a Tensor, got {type(input).__name__}")
     return input
+
+
+def _dim(op: str, dim: Any) -> int:
+    if not isinstance(dim, int) and not hasattr(dim, "__index__"):  # as a NumPy integer has
+        raise TypeError(f"{op}: dim must be an int, got {type(dim).__name__}")
+    return dim
 
 
 _NUMBERS = (Tensor, float, int, complex, torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -8,6 +8,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from _pytest.junitxml import xml_key
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -79,15 +80,15 @@ def needs_memory(cuda):
     torch.cuda.empty_cache()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _about(request, record_testsuite_property):
-    """What docs/compatibility.py reads of a --junitxml report."""
-    if request.config.getoption("xmlpath"):
+def pytest_sessionstart(session):
+    """Tells a --junitxml report what docs/compatibility.py reads of it. Here, because pytest-xdist loses what
+    record_testsuite_property says: the report is written by the process that runs no test."""
+    if report := session.config.stash.get(xml_key, None):
         git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        record_testsuite_property("torch", torch.__version__)
-        record_testsuite_property("device", torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU")
-        record_testsuite_property("commit", commit or "unknown")
+        report.add_global_property("torch", torch.__version__)
+        report.add_global_property("device", torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU")
+        report.add_global_property("commit", os.environ.get("GIT_COMMIT") or commit or "unknown")
 
 
 @pytest.fixture(autouse=True)

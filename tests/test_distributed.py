@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
+import my_cuda_op
 from my_cuda_op import nn as mnn
 
 WORLD = 2
@@ -90,10 +91,12 @@ def check_dtensor(mesh, op, placement, kind, inplace, compiled=False):
     torch.testing.assert_close([a.full_tensor() for a in actual], run(op.expected, [x, *parameters]))
     placements = [a.placements for a in actual]
     if compiled:
-        torch.compiler.reset()  # or the functions that are alike count as one that is compiled too often
-        again = run(torch.compile(ours, backend="aot_eager", fullgraph=True), args)
-        torch.testing.assert_close([a.to_local() for a in again], [a.to_local() for a in actual])
-        assert [a.placements for a in again] == placements
+        for choice in ("decomposition", "kernels"):
+            torch.compiler.reset()  # or the functions that are alike count as one that is compiled too often
+            with my_cuda_op.compile_with(choice):
+                again = run(torch.compile(ours, backend="aot_eager", fullgraph=True), args)
+            torch.testing.assert_close([a.to_local() for a in again], [a.to_local() for a in actual])
+            assert [a.placements for a in again] == placements
     try:
         with CommDebugMode() as communication_of_stock:
             target = run(stock, args)

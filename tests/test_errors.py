@@ -2,12 +2,19 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from cases import OPS, assert_same, data
 
 SCALE, ADD, RELU = OPS["scale"], OPS["add_scalar"], OPS["relu"]
-every_parametrized_op = pytest.mark.parametrize("op", [SCALE, ADD], ids=["scale", "add_scalar"])
+PARAMETERS = [(op, name) for op in OPS.values() for name in op.parameters]
+each_parameter = pytest.mark.parametrize("op, name", PARAMETERS, ids=[f"{op.name}-{name}" for op, name in PARAMETERS])
+
+
+def with_(op, name, parameter):
+    """The op's parameters, among which this one is what is given."""
+    return [parameter if name == other else 2 for other in op.parameters]
 
 
 def check(error, message, ours, stock=None, unchanged=()):
@@ -25,16 +32,17 @@ def check(error, message, ours, stock=None, unchanged=()):
         assert torch.equal(old, new)
 
 
-def check_both(op, error, message, input, parameter, stock, **kwargs):
+def check_both(op, error, message, input, parameters, stock, **kwargs):
     """Out of place, in place, and where gradients are recorded."""
-    check(error, message, lambda: op(input, parameter, **kwargs), stock, (input,))
-    check(error, message, lambda: op(input, parameter, inplace=True, **kwargs), stock, (input,))
+    check(error, message, lambda: op(input, *parameters, **kwargs), stock, (input,))
+    check(error, message, lambda: op(input, *parameters, inplace=True, **kwargs), stock, (input,))
     if input.is_floating_point():
         recorded = input.clone().requires_grad_()
-        check(error, message, lambda: op(recorded, parameter, **kwargs), stock)
-        check(error, message, lambda: op(recorded * 1, parameter, inplace=True, **kwargs), stock)
-        if isinstance(parameter, torch.Tensor) and parameter.is_floating_point():
-            check(error, message, lambda: op(input, parameter.clone().requires_grad_(), **kwargs), stock)
+        check(error, message, lambda: op(recorded, *parameters, **kwargs), stock)
+        check(error, message, lambda: op(recorded * 1, *parameters, inplace=True, **kwargs), stock)
+        if any(isinstance(p, torch.Tensor) and p.is_floating_point() for p in parameters):
+            learns = [p.clone().requires_grad_() if isinstance(p, torch.Tensor) else p for p in parameters]
+            check(error, message, lambda: op(input, *learns, **kwargs), stock)
 
 
 SHAPE = (2, 64, 3)
@@ -56,37 +64,52 @@ SHAPE = (2, 64, 3)
     ],
     ids=str,
 )
-@every_parametrized_op
-def test_shape_of_the_parameter(op, error, shape, dim, message, device):
+@each_parameter
+def test_shape_of_the_parameter(op, name, error, shape, dim, message, device):
     """What stock says of a shape that does not broadcast, or of a dimension that is not there."""
-    message = message.format(op=op.name, name=op.parameters[0])
-    input, parameter = data(SHAPE, torch.float32, device), data(shape, torch.float32, device)
+    message = message.format(op=op.name, name=name)
+    input, parameters = data(SHAPE, torch.float32, device), with_(op, name, data(shape, torch.float32, device))
 
     def stock():
         if error is IndexError:
             return input.size(dim)
         # A shape that stock would broadcast is refused too: it is more likely a slip than one number per channel.
-        return op.formula(input, torch.ones(7, device=device))
+        return op.formula(input, *with_(op, name, torch.ones(7, device=device)))
 
-    check_both(op, error, message, input, parameter, stock, dim=dim)
+    check_both(op, error, message, input, parameters, stock, dim=dim)
 
 
-@every_parametrized_op
-def test_dim_of_an_input_without_one(op, device):
-    parameter = data((3,), torch.float32, device)
-    check(IndexError, "dim must be in the range", lambda: op(data((), torch.float32, device), parameter))
-    check(IndexError, r"range \[-1, 0\].*got 1", lambda: op(data((3,), torch.float32, device), parameter))
-    assert op(data((3,), torch.float32, device), parameter[:1], dim=7).shape == (
-        3,
-    )  # not looked at where it says nothing
+@each_parameter
+def test_dim_of_an_input_without_one(op, name, device):
+    parameters = with_(op, name, data((3,), torch.float32, device))
+    check(IndexError, "dim must be in the range", lambda: op(data((), torch.float32, device), *parameters))
+    check(IndexError, r"range \[-1, 0\].*got 1", lambda: op(data((3,), torch.float32, device), *parameters))
+    parameters = with_(op, name, data((1,), torch.float32, device))
+    assert op(data((3,), torch.float32, device), *parameters, dim=7).shape == (3,)  # not looked at: it says nothing
+
+
+@pytest.mark.parametrize("dim", ["1", 1.0, None, [1]], ids=repr)
+@each_parameter
+def test_dim_that_is_no_int(op, name, dim, device):
+    input, message = data((4, 3), torch.float32, device), f"{op.name}: dim must be an int, got {type(dim).__name__}"
+    for parameter in (2.0, data((3,), torch.float32, device)):
+        check_both(op, TypeError, message, input, with_(op, name, parameter), None, dim=dim)
+
+
+@each_parameter
+def test_dim_that_is_an_int_of_numpy(op, name, device):
+    input, parameters = data((4, 3), torch.float32, device), with_(op, name, data((3,), torch.float32, device))
+    assert_same(op(input, *parameters, dim=np.int64(1)), op(input, *parameters))
+    assert_same(op(input.clone(), *parameters, dim=np.int64(1), inplace=True), op(input, *parameters))
 
 
 @pytest.mark.parametrize("wrong", ["2", None, [2.0], (2.0,), {}, slice(1), torch.float32], ids=repr)
-@every_parametrized_op
-def test_parameter_that_is_no_number(op, wrong, device):
-    message = rf"{op.name}: {op.parameters[0]} must be a number or a Tensor, got {type(wrong).__name__}"
+@each_parameter
+def test_parameter_that_is_no_number(op, name, wrong, device):
+    message = rf"{op.name}: {name} must be a number or a Tensor, got {type(wrong).__name__}"
     input = data((4, 3), torch.float32, device)
-    check_both(op, TypeError, message, input, wrong, lambda: op.formula(input, wrong))
+    parameters = with_(op, name, wrong)
+    check_both(op, TypeError, message, input, parameters, lambda: op.formula(input, *parameters))
 
 
 def test_input_that_is_no_tensor():
@@ -99,47 +122,47 @@ def test_input_that_is_no_tensor():
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
-@every_parametrized_op
-def test_integer_beyond_64_bits(op, dtype, number, device):
+@each_parameter
+def test_integer_beyond_64_bits(op, name, dtype, number, device):
     input = data((4, 3), dtype, device)
-    check_both(
-        op, OverflowError, f"must fit into 64 bits, got {number}", input, number, lambda: op.formula(input, number)
-    )
+    parameters, message = with_(op, name, number), f"{op.name}: {name} must fit into 64 bits, got {number}"
+    check_both(op, OverflowError, message, input, parameters, lambda: op.formula(input, *parameters))
 
 
-@every_parametrized_op
-def test_parameter_on_another_device(op, device):
+@each_parameter
+def test_parameter_on_another_device(op, name, device):
     """meta is a second device that every machine has."""
     input = data((4, 3), torch.float32, device)
-    message = rf"{op.name}: {op.parameters[0]} must be on the device of input, {device}.*, got meta"
+    message = rf"{op.name}: {name} must be on the device of input, {device}.*, got meta"
     for shape in ((), (1,), (3,)):
         parameter = torch.ones(shape, device="meta")
         for inplace in (False, True):
             with pytest.raises(RuntimeError, match=message):
-                op(input, parameter, inplace=inplace)
+                op(input, *with_(op, name, parameter), inplace=inplace)
         with pytest.raises(RuntimeError, match=message):
-            op(input.clone().requires_grad_(), parameter)
+            op(input.clone().requires_grad_(), *with_(op, name, parameter))
         with pytest.raises(RuntimeError, match=message):
-            op(input, parameter.requires_grad_())
+            op(input, *with_(op, name, parameter.requires_grad_()))
     meta = torch.empty((4, 3), device="meta")
     with pytest.raises(RuntimeError, match="device of input, meta, got"):
-        op(meta, torch.ones(3, device=device))
+        op(meta, *with_(op, name, torch.ones(3, device=device)))
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,)], ids=str)
 @pytest.mark.parametrize("of_input", ["cpu", "cuda"])
-@every_parametrized_op
-def test_parameter_on_cpu_or_cuda(op, of_input, shape, cuda):
+@each_parameter
+def test_parameter_on_cpu_or_cuda(op, name, of_input, shape, cuda):
     other = "cpu" if of_input == cuda else cuda
-    input, parameter = data((4, 3), torch.float32, of_input), data(shape, torch.float32, other)
+    input, parameters = data((4, 3), torch.float32, of_input), with_(op, name, data(shape, torch.float32, other))
+    stock = with_(op, name, data((3,), torch.float32, other))
     message = rf"device of input, {of_input}.*, got {other}"
-    check_both(op, RuntimeError, message, input, parameter, lambda: op.formula(input, data((3,), torch.float32, other)))
+    check_both(op, RuntimeError, message, input, parameters, lambda: op.formula(input, *stock))
 
 
-@every_parametrized_op
-def test_number_on_cuda_and_input_on_the_cpu(op, cuda):
-    input, number = data((4, 3), torch.float32), data((), torch.float32, cuda)
-    check_both(op, RuntimeError, "device of input, cpu, got cuda", input, number, lambda: op.formula(input, number))
+@each_parameter
+def test_number_on_cuda_and_input_on_the_cpu(op, name, cuda):
+    input, numbers = data((4, 3), torch.float32), with_(op, name, data((), torch.float32, cuda))
+    check_both(op, RuntimeError, "device of input, cpu, got cuda", input, numbers, lambda: op.formula(input, *numbers))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32, torch.bool], ids=str)
@@ -173,7 +196,21 @@ def test_sparse_tensors():
     input = torch.ones(4, 3).to_sparse()
     assert torch.equal(SCALE(input, 2.0).to_dense(), torch.full((4, 3), 2.0))
     assert torch.equal(RELU(-input).to_dense(), torch.zeros(4, 3))
-    check(RuntimeError, "sparse", lambda: ADD(input, 2.0), lambda: input + 2.0)
+    for op in (ADD, OPS["scale_add"], OPS["scale_add_relu"]):
+        numbers = [2.0] * len(op.parameters)
+        check(RuntimeError, "sparse", lambda: op(input, *numbers), lambda: op.formula(input, *numbers))  # noqa: B023
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_nested_tensors(op):
+    """Of the jagged layout, which is of Python, they run the reference. Of the strided one there is nothing to run."""
+    parts, numbers = [data((2, 3), torch.float32), data((4, 3), torch.float32)], [2.0] * len(op.parameters)
+    output = op(torch.nested.nested_tensor(parts, layout=torch.jagged), *numbers)
+    for part, result in zip(parts, output.unbind(), strict=True):
+        torch.testing.assert_close(result, op.expected(part, *numbers))
+    for inplace in (False, True):
+        with pytest.raises(NotImplementedError, match=f"my_cuda_op::{op.name}.* 'NestedTensorCPU' backend"):
+            op(torch.nested.nested_tensor(parts), *numbers, inplace=inplace)
 
 
 def test_unknown_keyword_and_missing_argument():

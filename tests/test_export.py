@@ -28,9 +28,14 @@ class Model(nn.Module):
             mnn.ReLU(inplace=True),
         )
         self.norm = nn.BatchNorm2d(3)
+        self.fused = nn.ModuleList(
+            [mnn.ScaleAddReLU(num_channels=3), mnn.ScaleAdd(0.5, torch.ones(3)), mnn.ScaleAdd(0.5, 2.0, inplace=True)]
+        )
 
     def forward(self, x):
-        return F.scale(self.norm(self.layers(x)), x.mean((0, 2, 3))[:1])
+        y = F.scale(self.norm(self.layers(x)), x.mean((0, 2, 3))[:1])
+        first, second, third = self.fused
+        return third(second(first(y, residual=y), residual=y))
 
 
 def exported(device, strict):
@@ -72,7 +77,7 @@ def test_gradients(device):
         named = dict(run.named_parameters())
         grads.append(dict(zip(named, torch.autograd.grad(run(x).pow(2).sum(), [*named.values()]), strict=True)))
     torch.testing.assert_close(*grads)
-    assert {"layers.1.weight", "layers.4.bias"} <= grads[0].keys()
+    assert {"layers.1.weight", "layers.4.bias", "fused.0.weight"} <= grads[0].keys()
 
 
 @each_way
@@ -83,13 +88,17 @@ def test_functions(strict, device):
             F.add_scalar_(y, -1)
             F.scale_(y, w[:1])
             F.relu_(y)
-            return y
+            F.scale_add_(y, w, 0.25, residual=x)
+            F.scale_add_relu_(y, 2.0, w)
+            return F.scale_add_relu(y, w[:1], 1.0, residual=F.scale_add(x, w, w))
 
     args = data((2, 3, 4), torch.float32, device), torch.tensor([0.5, -1.0, 2.0], device=device)
     torch.compiler.reset()
     program = torch.export.export(Functions(), args, strict=strict)
-    x, w = args
-    expected = (((x.relu() + w[:, None]) * 0.5 - 1) * w[0]).relu()
+    x, w = args[0], args[1][:, None]
+    expected = (((x.relu() + w) * 0.5 - 1) * w[0]).relu()
+    expected = ((expected * w + 0.25 + x) * 2 + w).relu()
+    expected = (expected * w[0] + 1 + x * w + w).relu()
     torch.testing.assert_close(program.module()(*args), expected)
     torch.testing.assert_close(program.run_decompositions().module()(*args), expected)
 
