@@ -79,7 +79,7 @@ def parse() -> argparse.Namespace:
 
 
 def run(table: list[Case], args: argparse.Namespace) -> dict:
-    """The records of the rows asked for, and which rows did not fit into memory or failed."""
+    """The records of the rows asked for, and which rows did not fit into memory, were interrupted, or failed."""
     records, skipped, failed = [], [], []
     compile_start = timing.start_of_compile(args.device) if any(row.compile for row in table) else None
     for number, row in enumerate(table, 1):
@@ -87,6 +87,9 @@ def run(table: list[Case], args: argparse.Namespace) -> dict:
         start = time.perf_counter()
         try:
             records += [record for record in measure.measure(row, args.device) if args.only.search(record["id"])]
+        except KeyboardInterrupt:  # what is measured is worth having
+            skipped += [row.id("+".join(row.directions)) for row in table[number - 1 :]]
+            break
         except torch.OutOfMemoryError:
             skipped.append(name)
         except Exception as error:

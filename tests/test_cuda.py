@@ -11,12 +11,16 @@ from forms import each_form, each_place, make_args, tensors
 def step(op, args, inplace):
     """Forward and backward; the output and the gradients."""
     output = op(args[0].clone() if inplace else args[0], *args[1:], inplace=inplace)
-    return [output, *torch.autograd.grad(output.pow(2).sum(), tensors(args))]
+    return [output, *gradients(output, args)]
 
 
 def expected(op, args):
     output = op.expected(*args)
-    return [output, *torch.autograd.grad(output.pow(2).sum(), tensors(args))]
+    return [output, *gradients(output, args)]
+
+
+def gradients(output, args):
+    return torch.autograd.grad(output.pow(2).sum(), [arg for arg in tensors(args) if arg.requires_grad])
 
 
 @each_form
@@ -117,18 +121,20 @@ def _channels_last(dtype, device):
     return data(IMAGES, dtype, device).contiguous(memory_format=torch.channels_last)
 
 
-PATTERNS = {  # name: (input, kind of parameters, are they learnable, kernels)
+# {name: (input, kind of parameters, are they learnable, kernels)}. Where rows are no whole vectors, the mask is written
+# by a second kernel, which goes through the output as one run.
+PATTERNS = {
     "one run": (lambda *a: data(IMAGES, *a), "number", False, {"map kFlat"}),
     "one run, odd": (lambda *a: data((1031,), *a), "number", False, {"map kFlat"}),
     "NCHW": (lambda *a: data(IMAGES, *a), "channel", False, {"map kChannels"}),
     "channels_last": (_channels_last, "channel", False, {"map kAcross"}),
     "rows": (lambda *a: data((2, 5, 32), *a)[:, 1:], "number", False, {"map kRows", "map kFlat"}),
     "strided": (lambda *a: data((2, 3, 64), *a)[..., ::2], "number", False, {"map kAny", "map kFlat"}),
-    "odd rows": (lambda *a: data((2, 3, 7, 7), *a), "channel", False, {"map kAny"}),
+    "odd rows": (lambda *a: data((2, 3, 7, 7), *a), "channel", False, {"map kAny", "map kFlat"}),
     "learnable, NCHW": (lambda *a: data(IMAGES, *a), "channel", True, {"map kChannels", "sum kWhole"}),
     "learnable, channels_last": (_channels_last, "channel", True, {"map kAcross", "sum kWhole"}),
     "learnable, (N, C)": (lambda *a: data((40, 64), *a), "channel", True, {"map kAcross", "sum kWhole"}),
-    "learnable, odd": (lambda *a: data((5, 3, 7), *a), "channel", True, {"map kAny", "sum kAny"}),
+    "learnable, odd": (lambda *a: data((5, 3, 7), *a), "channel", True, {"map kAny", "map kFlat", "sum kAny"}),
     "learnable, one": (lambda *a: data(IMAGES, *a), "one", True, {"map kFlat", "sum kWhole"}),
 }
 
