@@ -114,7 +114,10 @@ def markdown(results: dict) -> str:
     if results["failed"]:
         parts += ["## Failed", "\n".join(f"- {name}" for name in results["failed"])]
     if results["skipped"]:
-        parts += ["## Left out, because memory did not suffice", "\n".join(f"- {name}" for name in results["skipped"])]
+        parts += [
+            "## Left out, because memory did not suffice or the run was interrupted",
+            "\n".join(f"- {name}" for name in results["skipped"]),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
