@@ -1,12 +1,10 @@
 #pragma once
 // The CPU's access patterns. TensorIterator orders and merges the dimensions and runs the loops on PyTorch's own
 // threads: its for_each lives in libtorch, so it is parallel whatever flags this file is compiled with, and there is no
-// second OpenMP runtime. What is left is a run of elements with a stride for each operand. Operands that are not
-// contiguous are gathered into small buffers that stay in the first-level cache, and one plain loop, which the compiler
-// vectorises, does the arithmetic.
+// second OpenMP runtime. What is left is a run of elements with a stride for each operand. What plain loops, which the
+// compiler vectorises, cannot do in place goes through small buffers that stay in the first-level cache.
 
 #include <ATen/TensorIterator.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
@@ -14,29 +12,49 @@
 #include <utility>
 #include <vector>
 
+#include "bits_cpu.h"
+#include "convert_cpu.h"
 #include "dtypes.h"
 #include "kernel.h"
 
-// The compiler's baseline is SSE2; the loader picks the widest of these that the machine has.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define MULTIVERSIONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#define INDEPENDENT_ITERATIONS _Pragma("GCC ivdep")
-#else
-#define MULTIVERSIONED
-#define INDEPENDENT_ITERATIONS
-#endif
-
 namespace my_cuda_op::cpu {
 
-constexpr int64_t kBlock = 256; // elements in a buffer
+constexpr int64_t kBlock = 512; // elements in a buffer
+
+// What a loop computes on. The rest is converted in the loop itself; but not float16, for which the compiler has no
+// instruction, nor beside a mask, where all must have one width.
+template <class Op, class T>
+using Element = std::conditional_t<std::is_same_v<T, c10::Half> || Op::reads_mask, at::opmath_type<T>, T>;
+// 0 or 1, as wide as C.
+template <class C>
+using Flag = std::conditional_t<sizeof(C) == sizeof(uint32_t), uint32_t, uint64_t>;
 
 // The n elements of type T at data, as an array of Out: themselves where they are that already, else copied to the
 // buffer.
 template <class T, class Out>
 const Out* gather(const char* data, int64_t stride, int64_t n, Out* buffer) {
-  if (std::is_same_v<T, Out> && stride == sizeof(T)) return reinterpret_cast<const Out*>(data);
-  for (int64_t i = 0; i < n; ++i) buffer[i] = static_cast<Out>(*reinterpret_cast<const T*>(data + i * stride));
+  if constexpr (std::is_same_v<T, Out>) {
+    if (stride == sizeof(T)) return reinterpret_cast<const T*>(data);
+    for (int64_t i = 0; i < n; ++i) buffer[i] = *reinterpret_cast<const T*>(data + i * stride);
+  } else {
+    T elements[kBlock];
+    convert(gather<T>(data, stride, n, elements), buffer, n);
+  }
   return buffer;
+}
+
+// The way back: an array becomes the n elements of type T at data.
+template <class T, class In>
+void scatter(const In* in, char* data, int64_t stride, int64_t n) {
+  if constexpr (std::is_same_v<T, In>) {
+    for (int64_t i = 0; i < n; ++i) *reinterpret_cast<T*>(data + i * stride) = in[i];
+  } else if (stride == sizeof(T)) {
+    convert(in, reinterpret_cast<T*>(data), n);
+  } else {
+    T elements[kBlock];
+    convert(in, elements, n);
+    scatter<T>(elements, data, stride, n);
+  }
 }
 
 // A parameter that is the same number for the whole run, in the guise of an array.
@@ -59,26 +77,30 @@ void for_each_row(int operands, char** data, const int64_t* strides, int64_t row
   }
 }
 
-// The bits of n elements, `stride` apart, from that number `first` on, as an array of bools.
-inline const bool* gather_bits(const uint8_t* mask, int64_t first, int64_t stride, int64_t n, bool* buffer) {
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t bit = first + i * stride;
-    buffer[i] = mask[bit >> 3] >> (bit & 7) & 1;
-  }
-  return buffer;
+// Calls f(begin, end) for parts of [0, n): an iterator over n bytes, which nothing touches, shares them out.
+template <class F>
+void parallel_for(void* bytes, int64_t n, int64_t grain_size, const F& f) {
+  if (n <= grain_size) return f(0, n);
+  at::Tensor indices = at::from_blob(bytes, {n}, at::kByte);
+  at::TensorIterator::borrowing_nullary_op(indices).for_each(
+      [&](char** data, const int64_t*, int64_t count, int64_t) {
+        const int64_t begin = data[0] - static_cast<char*>(bytes);
+        f(begin, begin + count);
+      },
+      grain_size);
 }
 
 // The op at element i, as Values whatever it returns.
-template <class Op, class C, class T, class Parameter, size_t... t, size_t... p>
+template <class Op, class C, class E, class Parameter, size_t... t, size_t... p>
 inline auto evaluate(
-    const bool* keep,
-    const std::array<const T*, Op::tensors>& in,
+    const Flag<C>* keep,
+    const std::array<const E*, Op::tensors>& in,
     const std::array<Parameter, Op::parameters>& parameters,
     int64_t i,
     std::index_sequence<t...>,
     std::index_sequence<p...>) {
   if constexpr (Op::reads_mask) {
-    return Op::call(keep[i], static_cast<C>(in[t][i])..., C(parameters[p][i])...);
+    return Op::call(keep[i] != 0, static_cast<C>(in[t][i])..., C(parameters[p][i])...);
   } else {
     return ops::Values<C, 1>{Op::call(static_cast<C>(in[t][i])..., C(parameters[p][i])...)};
   }
@@ -88,6 +110,7 @@ inline auto evaluate(
 template <class Op, class T>
 struct Run {
   using C = at::opmath_type<T>;
+  using E = Element<Op, T>;
   static constexpr auto kTensors = std::make_index_sequence<Op::tensors>();
   static constexpr auto kParameters = std::make_index_sequence<Op::parameters>();
   static constexpr int kLanes = 16; // independent sums, since the compiler may not reorder one
@@ -121,120 +144,116 @@ struct Run {
     return strides[Op::first_parameter + p] == 0; // also where it is a number
   }
 
+  // Writes the outputs, and what each element adds to the sums.
   template <class Parameter>
   MULTIVERSIONED static void compute(
-      std::array<T*, Op::outputs> out,
-      const bool* keep,
-      std::array<const T*, Op::tensors> in,
+      std::array<E*, Op::outputs> out,
+      std::array<C*, Op::sums> terms,
+      const Flag<C>* keep,
+      std::array<const E*, Op::tensors> in,
       std::array<Parameter, Op::parameters> parameters,
       int64_t n) {
     INDEPENDENT_ITERATIONS // in place, out is in[0]: each element meets itself only
         for (int64_t i = 0; i < n; ++i) {
       const auto values = evaluate<Op, C>(keep, in, parameters, i, kTensors, kParameters);
-      for (int k = 0; k < Op::outputs; ++k) out[k][i] = static_cast<T>(values.value[k]);
+      for (int k = 0; k < Op::outputs; ++k) out[k][i] = static_cast<E>(values.value[k]);
+      for (int s = 0; s < Op::sums; ++s) terms[s][i] = values.value[Op::outputs + s];
     }
   }
 
-  // The run lies in one channel: adds up to sums[s][0].
-  template <class Parameter>
-  MULTIVERSIONED static void add_along(
-      std::array<C*, Op::sums> sums,
-      const bool* keep,
-      std::array<const T*, Op::tensors> in,
-      std::array<Parameter, Op::parameters> parameters,
-      int64_t n) {
-    C lanes[Op::sums + 1][kLanes] = {};
+  // Of elements in one channel.
+  MULTIVERSIONED static void add_along(C* sum, const C* terms, int64_t n) {
+    C lanes[kLanes] = {};
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const auto values = evaluate<Op, C>(keep, in, parameters, i + lane, kTensors, kParameters);
-        for (int s = 0; s < Op::sums; ++s) lanes[s][lane] += values.value[Op::outputs + s];
-      }
+      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += terms[i + lane];
     }
-    for (; i < n; ++i) {
-      const auto values = evaluate<Op, C>(keep, in, parameters, i, kTensors, kParameters);
-      for (int s = 0; s < Op::sums; ++s) lanes[s][0] += values.value[Op::outputs + s];
-    }
-    for (int s = 0; s < Op::sums; ++s) {
-      C sum{};
-      for (int lane = 0; lane < kLanes; ++lane) sum += lanes[s][lane];
-      *sums[s] += sum;
-    }
+    for (; i < n; ++i) lanes[0] += terms[i];
+    for (int lane = 0; lane < kLanes; ++lane) *sum += lanes[lane];
   }
 
-  // The run goes through the channels: adds each element to sums[s][i].
-  template <class Parameter>
-  MULTIVERSIONED static void add_across(
-      std::array<C*, Op::sums> sums,
-      const bool* keep,
-      std::array<const T*, Op::tensors> in,
-      std::array<Parameter, Op::parameters> parameters,
-      int64_t n) {
+  // Of elements that go through the channels.
+  MULTIVERSIONED static void add_across(C* sums, const C* terms, int64_t n) {
     INDEPENDENT_ITERATIONS
-    for (int64_t i = 0; i < n; ++i) {
-      const auto values = evaluate<Op, C>(keep, in, parameters, i, kTensors, kParameters);
-      for (int s = 0; s < Op::sums; ++s) sums[s][i] += values.value[Op::outputs + s];
-    }
+    for (int64_t i = 0; i < n; ++i) sums[i] += terms[i];
   }
 
-  // All n elements. The partial sums, of an op that has some, are at sums, `sum_stride` bytes apart.
-  void operator()(int64_t n, char* sums = nullptr, int64_t sum_stride = 0) const {
-    bool all_uniform = true, contiguous = true;
+  // All n elements. The partial sums, of an op that has some, are at sums, `sum_stride` bytes apart. The mask, of an op
+  // that writes one, begins with that of the first element.
+  void operator()(int64_t n, char* sums = nullptr, int64_t sum_stride = 0, uint8_t* mask = nullptr) const {
+    bool all_uniform = true, contiguous = std::is_same_v<T, E>;
     for (int p = 0; p < Op::parameters; ++p) all_uniform &= is_uniform(p);
     for (int k = 0; k < Op::first_parameter; ++k) contiguous &= strides[k] == sizeof(T);
-    const int64_t step = contiguous && all_uniform && !Op::reads_mask ? n : kBlock;
+    const bool in_place = contiguous && all_uniform && !Op::reads_mask && Op::sums == 0 && mask == nullptr;
+    const int64_t step = in_place ? n : kBlock;
 
-    T in_buffers[Op::tensors][kBlock], out_buffers[Op::outputs][kBlock];
+    E in_buffers[Op::tensors][kBlock], out_buffers[Op::outputs][kBlock];
     C parameter_buffers[Op::parameters + 1][kBlock]; // + 1: an array must not be empty
-    bool keep_buffer[Op::reads_mask ? kBlock : 1];
+    C term_buffers[Op::sums + 1][kBlock];
+    Flag<C> keep_buffer[Op::reads_mask ? kBlock : 1];
     std::fill_n(keep_buffer, std::size(keep_buffer), true);
     for (int t = 0; t < Op::tensors; ++t) {
-      if (data[Op::first_tensor + t] == nullptr) std::fill_n(in_buffers[t], std::min(n, kBlock), ops::nothing<T>());
+      if (data[Op::first_tensor + t] == nullptr) std::fill_n(in_buffers[t], std::min(n, kBlock), ops::nothing<E>());
     }
     for (int64_t i = 0; i < n; i += step) {
       const int64_t count = std::min(step, n - i);
-      const bool* keep = keep_buffer;
       if (Op::reads_mask && data[Op::mask_operand] != nullptr) {
-        const char* at = data[Op::mask_operand];
-        gather_bits(
-            call.mask, at - reinterpret_cast<char*>(call.mask) + i * strides[Op::mask_operand],
-            strides[Op::mask_operand], count, keep_buffer);
+        const int64_t stride = strides[Op::mask_operand];
+        const int64_t first = data[Op::mask_operand] - reinterpret_cast<char*>(call.mask) + i * stride;
+        unpack_bits(call.mask, first, stride, count, keep_buffer);
       }
-      std::array<const T*, Op::tensors> in;
+      std::array<const E*, Op::tensors> in;
       for (int t = 0; t < Op::tensors; ++t) {
         const int k = Op::first_tensor + t;
         in[t] =
             data[k] == nullptr ? in_buffers[t] : gather<T>(data[k] + i * strides[k], strides[k], count, in_buffers[t]);
       }
-      std::array<T*, Op::outputs> out;
+      std::array<E*, Op::outputs> out;
       for (int k = 0; k < Op::outputs; ++k) {
-        out[k] = data[k] != nullptr && strides[k] == sizeof(T) ? reinterpret_cast<T*>(data[k]) + i : out_buffers[k];
+        const bool direct = std::is_same_v<T, E> && data[k] != nullptr && strides[k] == sizeof(T);
+        out[k] = direct ? reinterpret_cast<E*>(data[k]) + i : out_buffers[k];
       }
-      const auto run = [&](const auto& parameters) {
-        if constexpr (Op::sums > 0) {
-          std::array<C*, Op::sums> at;
-          for (int s = 0; s < Op::sums; ++s) at[s] = reinterpret_cast<C*>(sums + s * call.sum_bytes + i * sum_stride);
-          sum_stride == 0 ? add_along(at, keep, in, parameters, count) : add_across(at, keep, in, parameters, count);
-        }
-        compute(out, keep, in, parameters, count);
-      };
+      std::array<C*, Op::sums> terms;
+      for (int s = 0; s < Op::sums; ++s) terms[s] = term_buffers[s];
+
       if (all_uniform) {
         std::array<Uniform<C>, Op::parameters> parameters;
         for (int p = 0; p < Op::parameters; ++p) parameters[p].value = *gather_parameter(p, i, 1, parameter_buffers[p]);
-        run(parameters);
+        compute(out, terms, keep_buffer, in, parameters, count);
       } else {
         std::array<const C*, Op::parameters> parameters;
         for (int p = 0; p < Op::parameters; ++p) {
           parameters[p] = gather_parameter(p, i, is_uniform(p) ? 1 : count, parameter_buffers[p]);
           if (is_uniform(p)) parameters[p] = fill(parameter_buffers[p], *parameters[p], count);
         }
-        run(parameters);
+        compute(out, terms, keep_buffer, in, parameters, count);
       }
+
       for (int k = 0; k < Op::outputs; ++k) {
-        if (data[k] == nullptr || out[k] != out_buffers[k]) continue;
-        for (int64_t j = 0; j < count; ++j) *reinterpret_cast<T*>(data[k] + (i + j) * strides[k]) = out_buffers[k][j];
+        if (data[k] != nullptr && out[k] == out_buffers[k]) {
+          scatter<T>(out[k], data[k] + i * strides[k], strides[k], count);
+        }
+      }
+      for (int s = 0; s < Op::sums; ++s) {
+        if (call.totals[s].data == nullptr) continue;
+        C* at = reinterpret_cast<C*>(sums + s * call.sum_bytes + i * sum_stride);
+        sum_stride == 0 ? add_along(at, terms[s], count) : add_across(at, terms[s], count);
+      }
+      if constexpr (Op::writes_mask) {
+        if (mask != nullptr) write_bits(data[0] + i * sizeof(T), count, mask + i / 8);
       }
     }
+  }
+
+  // The mask of n elements of a dense output.
+  static void write_bits(const char* output, int64_t n, uint8_t* mask) {
+    E buffer[kBlock];
+    bool keep[kBlock];
+    keep_bits(gather<T>(output, sizeof(T), n, buffer), n, keep);
+    pack_bits(keep, n, mask);
+  }
+  MULTIVERSIONED static void keep_bits(const E* output, int64_t n, bool* keep) {
+    for (int64_t i = 0; i < n; ++i) keep[i] = Op::keeps(static_cast<C>(output[i]));
   }
 
   static const C* fill(C* buffer, C value, int64_t n) {
@@ -243,34 +262,26 @@ struct Run {
   }
 };
 
-// Writes the mask of a dense output, whose elements it reads in the order in which they lie in memory.
-template <class Op, class T>
-void write_mask(const T* output, int64_t numel, uint8_t* mask) {
-  at::Tensor bytes = at::from_blob(mask, {(numel + 31) / 32 * 4}, at::kByte);
-  at::TensorIterator::borrowing_nullary_op(bytes).for_each([&](char** data, const int64_t*, int64_t n, int64_t) {
-    const int64_t first = reinterpret_cast<uint8_t*>(data[0]) - mask;
-    for (int64_t i = first; i < first + n; ++i) {
-      uint8_t byte = 0;
-      for (int64_t j = 8 * i; j < std::min(8 * i + 8, numel); ++j) {
-        byte |= Op::keeps(static_cast<at::opmath_type<T>>(output[j])) << (j & 7);
-      }
-      mask[i] = byte;
-    }
-  });
-}
-
 template <class Op>
 struct MapLauncher {
   static void launch(at::TensorIteratorBase& iter, const Call& call) {
     dispatch<Op>(call.dtype, [&](auto zero) {
       using T = decltype(zero);
-      iter.for_each([&](char** data, const int64_t* strides, int64_t size0, int64_t size1) {
-        for_each_row(
-            iter.ntensors(), data, strides, size1, [&](char** row) { Run<Op, T>(iter, call, row, strides)(size0); });
+      const char* output = static_cast<const char*>(iter.data_ptr(0));
+      const auto loop = [&](char** data, const int64_t* strides, int64_t size0, int64_t size1) {
+        for_each_row(iter.ntensors(), data, strides, size1, [&](char** row) {
+          uint8_t* mask = call.mask;
+          if (Op::writes_mask && mask != nullptr) mask += (row[0] - output) / sizeof(T) / 8;
+          Run<Op, T>(iter, call, row, strides)(size0, nullptr, 0, Op::writes_mask ? mask : nullptr);
+        });
+      };
+      if (!Op::writes_mask || call.mask == nullptr) return iter.for_each(loop);
+      // In whole bytes of the mask: two threads that write into one would undo each other's bits.
+      const int64_t numel = iter.numel(), bytes = (numel + 7) / 8;
+      std::fill(call.mask + bytes, call.mask + (numel + 31) / 32 * 4, 0);
+      parallel_for(call.mask, bytes, at::internal::GRAIN_SIZE / 8, [&](int64_t begin, int64_t end) {
+        iter.serial_for_each(loop, {8 * begin, std::min(8 * end, numel)});
       });
-      if constexpr (Op::writes_mask) {
-        if (call.mask != nullptr) write_mask<Op>(static_cast<const T*>(iter.data_ptr(0)), iter.numel(), call.mask);
-      }
     });
   }
 };
@@ -280,8 +291,8 @@ struct SumLauncher {
   // Row r of the partial sums takes the r-th share of the elements.
   static void launch(at::TensorIteratorBase& iter, const Call& call) {
     dispatch<Op>(call.dtype, [&](auto zero) {
-      auto add_up = [&](int64_t r) {
-        auto loop = [&](char** data, const int64_t* strides, int64_t size0, int64_t size1) {
+      const auto add_up = [&](int64_t r) {
+        const auto loop = [&](char** data, const int64_t* strides, int64_t size0, int64_t size1) {
           for_each_row(iter.ntensors(), data, strides, size1, [&](char** row) {
             Run<Op, decltype(zero)>(iter, call, row, strides)(size0, row[0] + r * call.row_bytes, strides[0]);
           });
@@ -291,13 +302,9 @@ struct SumLauncher {
         const int64_t begin = r * iter.numel() / call.rows, end = (r + 1) * iter.numel() / call.rows;
         iter.serial_for_each(loop, {begin, end});
       };
-      // An iterator over the numbers of the rows, one to a thread at a time: PyTorch's threads again.
-      at::Tensor numbers = at::arange(call.rows);
-      at::TensorIterator::borrowing_nullary_op(numbers).for_each(
-          [&](char** data, const int64_t* strides, int64_t n, int64_t) {
-            for (int64_t i = 0; i < n; ++i) add_up(*reinterpret_cast<int64_t*>(data[0] + i * strides[0]));
-          },
-          /*grain_size=*/1);
+      parallel_for(call.sums, call.rows, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) add_up(r);
+      });
       for (int s = 0; s < Op::sums; ++s) {
         add_rows<decltype(zero)>(call.sums + s * call.sum_bytes, call, call.totals[s]);
       }

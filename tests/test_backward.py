@@ -21,6 +21,8 @@ from cases import (
     short,
 )
 
+from my_cuda_op import reference
+
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 every_parametrized_op = pytest.mark.parametrize(
     "op", [op for op in OPS.values() if op.parameters], ids=lambda op: op.name
@@ -228,3 +230,28 @@ def test_only_what_needs_a_gradient_gets_one(op, device):
     with torch.no_grad():
         assert not op(data((4, 3), torch.float32, device).requires_grad_(), *numbers).requires_grad
     assert not op(data((4, 3), torch.float32, device), *numbers).requires_grad
+
+
+# Fewer bits than a byte, than a word; rows that begin at any bit; so many that several threads share them, and the
+# last byte is not full.
+MASKED = [((5,), "contiguous"), ((2, 9), "inner_slice"), ((64, 5, 7, 7), "contiguous")]
+MASKED += [
+    ((3, 7, 1601), name) for name in ("contiguous", "transposed", "channels_last", "inner_slice", "every_second")
+]
+
+
+@pytest.mark.parametrize(("shape", "layout"), MASKED, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_mask(device, dtype, shape, layout):
+    """Its bits, and a gradient that goes through it in the order of another layout."""
+    input = LAYOUTS[layout](shape, dtype, device)
+    output, mask = torch.ops.my_cuda_op.scale_add_relu_masked(input, 2, 0.5, dim=0)
+    assert_same(mask, reference.pack(output))
+    for grad_layout in ("contiguous", "transposed", "inner_slice", "every_second", "expanded"):
+        grad = LAYOUTS[grad_layout](shape, dtype, device)
+        needs = [True, False, False, True]
+        by_input, by_residual = torch.ops.my_cuda_op.scale_add_backward(
+            grad, None, mask, output.stride(), 2, None, needs
+        )
+        assert_same(by_residual, torch.where(output <= 0, 0, grad), signed_zero=False)
+        assert_same(by_input, torch.where(output <= 0, 0, 2 * grad), signed_zero=False)
