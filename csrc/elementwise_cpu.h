@@ -106,9 +106,9 @@ inline auto evaluate(
   }
 }
 
-// Where the operands of an op are, in one run of elements.
+// Runs of elements with a stride, in bytes, for each operand of an op.
 template <class Op, class T>
-struct Run {
+struct Runs {
   using C = at::opmath_type<T>;
   using E = Element<Op, T>;
   static constexpr auto kTensors = std::make_index_sequence<Op::tensors>();
@@ -116,36 +116,45 @@ struct Run {
   static constexpr int kLanes = 16; // independent sums, since the compiler may not reorder one
 
   const Call& call;
+  int number[ops::operands<Op>]; // among the iterator's operands
   bool wide[ops::operands<Op>] = {}; // a parameter of type C, not T
-  char* data[ops::operands<Op>] = {}; // null where absent
-  int64_t strides[ops::operands<Op>] = {}; // in bytes
+  int64_t strides[ops::operands<Op>] = {};
+  bool is_uniform = true; // Is every parameter one number?
+  bool is_contiguous = std::is_same_v<T, E>;
+  bool only_sums = true;
 
-  Run(const at::TensorIteratorBase& iter, const Call& call, char** data, const int64_t* strides) : call(call) {
+  // What is one number all over a run is here from the run's beginning, or from the construction, where it is absent.
+  E inputs[Op::tensors][kBlock], outputs[Op::outputs][kBlock];
+  C parameters[Op::parameters + 1][kBlock], terms[Op::sums + 1][kBlock]; // + 1: an array must not be empty
+  Flag<C> keep[Op::reads_mask ? kBlock : 1];
+
+  Runs(const at::TensorIteratorBase& iter, const Call& call, const int64_t* strides) : call(call) {
     for (int k = 0, next = Op::sums > 0; k < ops::operands<Op>; ++k) {
-      if (!call.present[k]) continue;
-      wide[k] = iter.dtype(next) == c10::CppTypeToScalarType<C>::value;
-      this->data[k] = data[next];
-      this->strides[k] = strides[next++];
+      number[k] = next;
+      if (call.present[k]) {
+        wide[k] = iter.dtype(next) == c10::CppTypeToScalarType<C>::value;
+        this->strides[k] = strides[next++];
+      } else if (is_tensor(k)) {
+        std::fill_n(inputs[k - Op::first_tensor], kBlock, ops::nothing<E>());
+      } else if (is_parameter(k)) {
+        parameters[k - Op::first_parameter][0] = number_as<C>(*call.numbers[k - Op::first_parameter]);
+      }
+      is_uniform &= !is_parameter(k) || this->strides[k] == 0;
+      only_sums &= k >= Op::first_tensor || !call.present[k];
+      is_contiguous &= k >= Op::first_parameter || this->strides[k] == sizeof(T);
     }
+    if (Op::reads_mask && !call.present[Op::mask_operand]) std::fill_n(keep, kBlock, 1);
   }
 
-  const C* gather_parameter(int p, int64_t i, int64_t n, C* buffer) const {
-    const int k = Op::first_parameter + p;
-    if (data[k] == nullptr) {
-      buffer[0] = number_as<C>(*call.numbers[p]);
-    } else if (wide[k]) {
-      return gather<C>(data[k] + i * strides[k], strides[k], n, buffer);
-    } else {
-      return gather<T>(data[k] + i * strides[k], strides[k], n, buffer);
-    }
-    return buffer;
+  static constexpr bool is_tensor(int k) {
+    return Op::first_tensor <= k && k < Op::first_parameter;
   }
-  bool is_uniform(int p) const {
-    return strides[Op::first_parameter + p] == 0; // also where it is a number
+  static constexpr bool is_parameter(int k) {
+    return Op::first_parameter <= k && k < Op::mask_operand;
   }
 
-  // Writes the outputs, and what each element adds to the sums.
-  template <class Parameter>
+  // Writes the outputs, unless there are only sums, and what each element adds to those.
+  template <bool kOnlySums, class Parameter>
   MULTIVERSIONED static void compute(
       std::array<E*, Op::outputs> out,
       std::array<C*, Op::sums> terms,
@@ -156,7 +165,7 @@ struct Run {
     INDEPENDENT_ITERATIONS // in place, out is in[0]: each element meets itself only
         for (int64_t i = 0; i < n; ++i) {
       const auto values = evaluate<Op, C>(keep, in, parameters, i, kTensors, kParameters);
-      for (int k = 0; k < Op::outputs; ++k) out[k][i] = static_cast<E>(values.value[k]);
+      for (int k = 0; k < Op::outputs && !kOnlySums; ++k) out[k][i] = static_cast<E>(values.value[k]);
       for (int s = 0; s < Op::sums; ++s) terms[s][i] = values.value[Op::outputs + s];
     }
   }
@@ -165,6 +174,12 @@ struct Run {
   MULTIVERSIONED static void add_along(C* sum, const C* terms, int64_t n) {
     C lanes[kLanes] = {};
     int64_t i = 0;
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes) { // four at once, so that fewer additions wait for the one before
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const C* at = terms + i + lane;
+        lanes[lane] += at[0] + at[kLanes] + (at[2 * kLanes] + at[3 * kLanes]);
+      }
+    }
     for (; i + kLanes <= n; i += kLanes) {
       for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += terms[i + lane];
     }
@@ -178,71 +193,85 @@ struct Run {
     for (int64_t i = 0; i < n; ++i) sums[i] += terms[i];
   }
 
-  // All n elements. The partial sums, of an op that has some, are at sums, `sum_stride` bytes apart. The mask, of an op
-  // that writes one, begins with that of the first element.
-  void operator()(int64_t n, char* sums = nullptr, int64_t sum_stride = 0, uint8_t* mask = nullptr) const {
-    bool all_uniform = true, contiguous = std::is_same_v<T, E>;
-    for (int p = 0; p < Op::parameters; ++p) all_uniform &= is_uniform(p);
-    for (int k = 0; k < Op::first_parameter; ++k) contiguous &= strides[k] == sizeof(T);
-    const bool in_place = contiguous && all_uniform && !Op::reads_mask && Op::sums == 0 && mask == nullptr;
+  // One run of n elements. The partial sums, of an op that has some, are at sums, `sum_stride` bytes apart. The mask,
+  // of an op that writes one, begins with that of the first element.
+  void operator()(char** data, int64_t n, char* sums = nullptr, int64_t sum_stride = 0, uint8_t* mask = nullptr) {
+    const bool in_place = is_contiguous && is_uniform && !Op::reads_mask && Op::sums == 0 && mask == nullptr;
     const int64_t step = in_place ? n : kBlock;
-
-    E in_buffers[Op::tensors][kBlock], out_buffers[Op::outputs][kBlock];
-    C parameter_buffers[Op::parameters + 1][kBlock]; // + 1: an array must not be empty
-    C term_buffers[Op::sums + 1][kBlock];
-    Flag<C> keep_buffer[Op::reads_mask ? kBlock : 1];
-    std::fill_n(keep_buffer, std::size(keep_buffer), true);
-    for (int t = 0; t < Op::tensors; ++t) {
-      if (data[Op::first_tensor + t] == nullptr) std::fill_n(in_buffers[t], std::min(n, kBlock), ops::nothing<E>());
-    }
     for (int64_t i = 0; i < n; i += step) {
       const int64_t count = std::min(step, n - i);
-      if (Op::reads_mask && data[Op::mask_operand] != nullptr) {
-        const int64_t stride = strides[Op::mask_operand];
-        const int64_t first = data[Op::mask_operand] - reinterpret_cast<char*>(call.mask) + i * stride;
-        unpack_bits(call.mask, first, stride, count, keep_buffer);
+      const auto at = [&](int k) { return data[number[k]] + i * strides[k]; };
+      std::array<E*, Op::outputs> out;
+      for (int k = 0; k < Op::outputs; ++k) {
+        const bool direct = std::is_same_v<T, E> && call.present[k] && strides[k] == sizeof(T);
+        out[k] = direct ? reinterpret_cast<E*>(at(k)) : outputs[k];
       }
       std::array<const E*, Op::tensors> in;
       for (int t = 0; t < Op::tensors; ++t) {
         const int k = Op::first_tensor + t;
-        in[t] =
-            data[k] == nullptr ? in_buffers[t] : gather<T>(data[k] + i * strides[k], strides[k], count, in_buffers[t]);
+        in[t] = inputs[t];
+        if (call.present[k] && (strides[k] != 0 || i == 0)) in[t] = gather<T>(at(k), strides[k], count, inputs[t]);
       }
-      std::array<E*, Op::outputs> out;
-      for (int k = 0; k < Op::outputs; ++k) {
-        const bool direct = std::is_same_v<T, E> && data[k] != nullptr && strides[k] == sizeof(T);
-        out[k] = direct ? reinterpret_cast<E*>(data[k]) + i : out_buffers[k];
+      std::array<C*, Op::sums> added;
+      for (int s = 0; s < Op::sums; ++s) added[s] = terms[s];
+      if (Op::reads_mask && call.present[Op::mask_operand]) {
+        unpack_bits(
+            call.mask, at(Op::mask_operand) - reinterpret_cast<char*>(call.mask), strides[Op::mask_operand], count,
+            keep);
       }
-      std::array<C*, Op::sums> terms;
-      for (int s = 0; s < Op::sums; ++s) terms[s] = term_buffers[s];
 
-      if (all_uniform) {
-        std::array<Uniform<C>, Op::parameters> parameters;
-        for (int p = 0; p < Op::parameters; ++p) parameters[p].value = *gather_parameter(p, i, 1, parameter_buffers[p]);
-        compute(out, terms, keep_buffer, in, parameters, count);
-      } else {
-        std::array<const C*, Op::parameters> parameters;
+      if (is_uniform) {
+        std::array<Uniform<C>, Op::parameters> numbers;
         for (int p = 0; p < Op::parameters; ++p) {
-          parameters[p] = gather_parameter(p, i, is_uniform(p) ? 1 : count, parameter_buffers[p]);
-          if (is_uniform(p)) parameters[p] = fill(parameter_buffers[p], *parameters[p], count);
+          const int k = Op::first_parameter + p;
+          numbers[p].value = call.present[k] ? *gather_parameter(k, at(k), 1) : parameters[p][0];
         }
-        compute(out, terms, keep_buffer, in, parameters, count);
+        compute_any(out, added, in, numbers, count);
+      } else {
+        std::array<const C*, Op::parameters> arrays;
+        for (int p = 0; p < Op::parameters; ++p) {
+          const int k = Op::first_parameter + p;
+          arrays[p] = parameters[p];
+          if (strides[k] != 0) {
+            arrays[p] = gather_parameter(k, at(k), count);
+          } else if (i == 0) {
+            const C value = call.present[k] ? *gather_parameter(k, at(k), 1) : parameters[p][0];
+            std::fill_n(parameters[p], count, value);
+          }
+        }
+        compute_any(out, added, in, arrays, count);
       }
 
       for (int k = 0; k < Op::outputs; ++k) {
-        if (data[k] != nullptr && out[k] == out_buffers[k]) {
-          scatter<T>(out[k], data[k] + i * strides[k], strides[k], count);
-        }
+        if (call.present[k] && out[k] == outputs[k]) scatter<T>(out[k], at(k), strides[k], count);
       }
       for (int s = 0; s < Op::sums; ++s) {
         if (call.totals[s].data == nullptr) continue;
-        C* at = reinterpret_cast<C*>(sums + s * call.sum_bytes + i * sum_stride);
-        sum_stride == 0 ? add_along(at, terms[s], count) : add_across(at, terms[s], count);
+        C* total = reinterpret_cast<C*>(sums + s * call.sum_bytes + i * sum_stride);
+        sum_stride == 0 ? add_along(total, terms[s], count) : add_across(total, terms[s], count);
       }
       if constexpr (Op::writes_mask) {
-        if (mask != nullptr) write_bits(data[0] + i * sizeof(T), count, mask + i / 8);
+        if (mask != nullptr) write_bits(at(0), count, mask + i / 8);
       }
     }
+  }
+
+  template <class Parameter>
+  void compute_any(
+      std::array<E*, Op::outputs> out,
+      std::array<C*, Op::sums> terms,
+      std::array<const E*, Op::tensors> in,
+      std::array<Parameter, Op::parameters> parameters,
+      int64_t n) const {
+    if constexpr (Op::sums > 0) {
+      if (only_sums) return compute<true>(out, terms, keep, in, parameters, n);
+    }
+    compute<false>(out, terms, keep, in, parameters, n);
+  }
+
+  const C* gather_parameter(int k, const char* data, int64_t n) {
+    C* buffer = parameters[k - Op::first_parameter];
+    return wide[k] ? gather<C>(data, strides[k], n, buffer) : gather<T>(data, strides[k], n, buffer);
   }
 
   // The mask of n elements of a dense output.
@@ -255,11 +284,6 @@ struct Run {
   MULTIVERSIONED static void keep_bits(const E* output, int64_t n, bool* keep) {
     for (int64_t i = 0; i < n; ++i) keep[i] = Op::keeps(static_cast<C>(output[i]));
   }
-
-  static const C* fill(C* buffer, C value, int64_t n) {
-    std::fill_n(buffer, n, value);
-    return buffer;
-  }
 };
 
 template <class Op>
@@ -269,10 +293,11 @@ struct MapLauncher {
       using T = decltype(zero);
       const char* output = static_cast<const char*>(iter.data_ptr(0));
       const auto loop = [&](char** data, const int64_t* strides, int64_t size0, int64_t size1) {
+        Runs<Op, T> runs(iter, call, strides);
         for_each_row(iter.ntensors(), data, strides, size1, [&](char** row) {
           uint8_t* mask = call.mask;
           if (Op::writes_mask && mask != nullptr) mask += (row[0] - output) / sizeof(T) / 8;
-          Run<Op, T>(iter, call, row, strides)(size0, nullptr, 0, Op::writes_mask ? mask : nullptr);
+          runs(row, size0, nullptr, 0, Op::writes_mask ? mask : nullptr);
         });
       };
       if (!Op::writes_mask || call.mask == nullptr) return iter.for_each(loop);
@@ -293,8 +318,9 @@ struct SumLauncher {
     dispatch<Op>(call.dtype, [&](auto zero) {
       const auto add_up = [&](int64_t r) {
         const auto loop = [&](char** data, const int64_t* strides, int64_t size0, int64_t size1) {
+          Runs<Op, decltype(zero)> runs(iter, call, strides);
           for_each_row(iter.ntensors(), data, strides, size1, [&](char** row) {
-            Run<Op, decltype(zero)>(iter, call, row, strides)(size0, row[0] + r * call.row_bytes, strides[0]);
+            runs(row, size0, row[0] + r * call.row_bytes, strides[0]);
           });
         };
         char* row = call.sums + r * call.row_bytes;
