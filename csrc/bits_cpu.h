@@ -1,5 +1,5 @@
 #pragma once
-// Masks: one bit an element in memory, one bool an element in a loop. Eight at a time: the compiler does not see how.
+// Masks: one bit an element in memory, a number of its own in a loop. Eight at a time: the compiler does not see how.
 
 #include <algorithm>
 #include <bit>
@@ -12,12 +12,7 @@ namespace my_cuda_op::cpu {
 
 static_assert(std::endian::native == std::endian::little, "byte k of a word must be the one at address k");
 
-// Bit k of the byte becomes the byte k of the result, which is 0 or 1.
-inline uint64_t spread(uint8_t bits) {
-  const uint64_t one_each = bits * 0x0101010101010101u & 0x8040201008040201u; // its own bit in every byte
-  return (one_each + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u; // carries into bit 7, and not beyond
-}
-// The way back.
+// Byte k, which is 0 or 1, becomes bit k.
 inline uint8_t collect(uint64_t bytes) {
   return bytes * 0x0102040810204080u >> 56; // moves byte k to bit 56 + k
 }
@@ -43,7 +38,7 @@ MULTIVERSIONED void unpack_bits(const uint8_t* mask, int64_t first, int64_t stri
   }
 }
 
-// The way back, to bits in whole bytes.
+// The way back, from bools to bits in whole bytes.
 inline void pack_bits(const bool* keep, int64_t n, uint8_t* mask) {
   for (int64_t i = 0; i < n; i += 8) {
     uint64_t bools = 0;

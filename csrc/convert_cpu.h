@@ -7,11 +7,13 @@
 
 // The loader picks the widest of these that the machine has.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define HAS_VERSIONS 1
 #define MULTIVERSIONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define VERSION(target_) __attribute__((target(target_)))
 #define INDEPENDENT_ITERATIONS _Pragma("GCC ivdep")
 #include <immintrin.h>
 #else
+#define HAS_VERSIONS 0
 #define MULTIVERSIONED
 #define VERSION(target_)
 #define INDEPENDENT_ITERATIONS
@@ -35,7 +37,7 @@ static void convert(const float* in, c10::Half* out, int64_t n) {
   convert<float, c10::Half>(in, out, n);
 }
 
-#ifdef _IMMINTRIN_H_INCLUDED
+#if HAS_VERSIONS
 VERSION("arch=x86-64-v3")
 static void convert(const c10::Half* in, float* out, int64_t n) {
   int64_t i = 0;

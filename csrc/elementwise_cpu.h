@@ -25,7 +25,7 @@ constexpr int64_t kBlock = 512; // elements in a buffer
 // instruction, nor beside a mask, where all must have one width.
 template <class Op, class T>
 using Element = std::conditional_t<std::is_same_v<T, c10::Half> || Op::reads_mask, at::opmath_type<T>, T>;
-// 0 or 1, as wide as C.
+// Of a mask: 0 where its bit is, and as wide as C.
 template <class C>
 using Flag = std::conditional_t<sizeof(C) == sizeof(uint32_t), uint32_t, uint64_t>;
 
@@ -196,8 +196,8 @@ struct Runs {
   // One run of n elements. The partial sums, of an op that has some, are at sums, `sum_stride` bytes apart. The mask,
   // of an op that writes one, begins with that of the first element.
   void operator()(char** data, int64_t n, char* sums = nullptr, int64_t sum_stride = 0, uint8_t* mask = nullptr) {
-    const bool in_place = is_contiguous && is_uniform && !Op::reads_mask && Op::sums == 0 && mask == nullptr;
-    const int64_t step = in_place ? n : kBlock;
+    const bool unbuffered = is_contiguous && is_uniform && !Op::reads_mask && Op::sums == 0 && mask == nullptr;
+    const int64_t step = unbuffered ? n : kBlock;
     for (int64_t i = 0; i < n; i += step) {
       const int64_t count = std::min(step, n - i);
       const auto at = [&](int k) { return data[number[k]] + i * strides[k]; };
