@@ -2,7 +2,6 @@
 // Masks: one bit an element in memory, a number of its own in a loop. Eight at a time: the compiler does not see how.
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -10,7 +9,8 @@
 
 namespace my_cuda_op::cpu {
 
-static_assert(std::endian::native == std::endian::little, "byte k of a word must be the one at address k");
+// (std::endian is of C++20, and torch 2.11 compiles extensions as C++17.)
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "byte k of a word must be the one at address k");
 
 // Byte k, which is 0 or 1, becomes bit k.
 inline uint8_t collect(uint64_t bytes) {
