@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/result_type.h>
 
+#include <algorithm>
 #include <variant>
 
 namespace my_cuda_op {
@@ -37,9 +38,10 @@ inline int64_t channel_dim(
   TORCH_CHECK(
       parameter.dim() == 1, op, ": ", name, " must be a number, have one element, or have one dimension, got shape ",
       parameter.sizes());
+  const auto dims = std::max<int64_t>(input.dim(), 1); // stock's range for a 0-d tensor; then size(dim) throws
   TORCH_CHECK_INDEX(
-      -input.dim() <= dim && dim < input.dim(), op, ": dim must be in the range [", -input.dim(), ", ", input.dim() - 1,
-      "] of an input of shape ", input.sizes(), ", got ", dim);
+      -dims <= dim && dim < dims, op, ": dim must be in the range [", -dims, ", ", dims - 1, "] of an input of shape ",
+      input.sizes(), ", got ", dim);
   TORCH_CHECK(
       parameter.numel() == input.size(dim), op, ": ", name, " must have 1 or ", input.size(dim),
       " elements (input.size(", dim, ")), got ", parameter.numel());

@@ -53,10 +53,10 @@ def channel_dim(op: str, input: Tensor, name: str, parameter: Tensor, dim: int) 
         raise RuntimeError(
             f"{op}: {name} must be a number, have one element, or have one dimension, got shape {list(parameter.shape)}"
         )
-    if not -input.dim() <= dim < input.dim():
+    dims = max(input.dim(), 1)  # stock's range for a 0-d tensor; then size(dim) raises
+    if not -dims <= dim < dims:
         raise IndexError(
-            f"{op}: dim must be in the range [{-input.dim()}, {input.dim() - 1}] "
-            f"of an input of shape {list(input.shape)}, got {dim}"
+            f"{op}: dim must be in the range [{-dims}, {dims - 1}] of an input of shape {list(input.shape)}, got {dim}"
         )
     if parameter.numel() != input.size(dim):
         raise RuntimeError(

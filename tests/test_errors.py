@@ -82,8 +82,15 @@ def test_shape_of_the_parameter(op, name, error, shape, dim, message, device):
 @each_parameter
 def test_dim_of_an_input_without_one(op, name, device):
     parameters = with_(op, name, data((3,), torch.float32, device))
-    check(IndexError, "dim must be in the range", lambda: op(data((), torch.float32, device), *parameters))
-    check(IndexError, r"range \[-1, 0\].*got 1", lambda: op(data((3,), torch.float32, device), *parameters))
+    for shape in ((), (3,)):
+        input, message = data(shape, torch.float32, device), r"dim must be in the range \[-1, 0\] .*got 1"
+        check_both(op, IndexError, message, input, parameters, lambda: input.sum(1))  # noqa: B023
+        check(IndexError, message, lambda: op.reference(input, *parameters))  # noqa: B023
+    scalar = data((), torch.float32, device)
+    for dim in (0, -1):  # in that range, of which a 0-d tensor has nothing
+        message = f"Dimension specified as {dim} but tensor has no dimensions"
+        check_both(op, IndexError, message, scalar, parameters, lambda: scalar.size(dim), dim=dim)  # noqa: B023
+        check(IndexError, message, lambda: op.reference(scalar, *parameters, dim=dim))  # noqa: B023
     parameters = with_(op, name, data((1,), torch.float32, device))
     assert op(data((3,), torch.float32, device), *parameters, dim=7).shape == (3,)  # not looked at: it says nothing
 
