@@ -33,6 +33,12 @@ if importlib.util.find_spec("torch") is None:
     )
 import torch  # noqa: E402
 
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+    cuda_build.fail(
+        f"torch must be 2.11 or newer, got {torch.__version__}: type `python -m pip install 'torch>=2.11'`, then "
+        "install my_cuda_op again."
+    )
+
 version = re.search('^version = "(.+)"', (HERE / "pyproject.toml").read_text(), re.M)[1]
 macros = {"VERSION": version, "TORCH_VERSION": torch.__version__}
 sources = glob("csrc/**/*.cpp", recursive=True)

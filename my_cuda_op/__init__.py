@@ -16,6 +16,11 @@ except ImportError as error:
         "sources and not the installed package: start Python in another folder, or build it here with "
         "`python setup.py build_ext --inplace`."
     ) from error
+if _C.torch_version.split(".")[:2] != torch.__version__.split(".")[:2]:  # before anything of it is called
+    raise ImportError(
+        f"my_cuda_op: it must be built with the torch that is installed, {torch.__version__}, and was built with "
+        f"{_C.torch_version}: type `python -m pip install .` in the folder of its sources."
+    )
 from my_cuda_op import functional, library, nn  # noqa: F401
 from my_cuda_op.functional import *  # noqa: F403
 from my_cuda_op.functional import add_scalar, relu, scale

@@ -56,6 +56,15 @@ def test_build_info_names_the_torch_it_was_built_against():
     assert my_cuda_op.build_info()["torch"] == torch.__version__
 
 
+def test_another_torch_than_it_was_built_with_is_refused(tmp_path):
+    code = "import torch; torch.__version__ = '2.99.0'; import my_cuda_op"
+    done = run("-c", code, cwd=tmp_path)
+    sentence = done.stderr.splitlines()[-1]
+    assert sentence.startswith("ImportError: my_cuda_op: ")
+    for word in ("2.99.0", torch.__version__, "`python -m pip install .`"):
+        assert word in sentence
+
+
 def test_build_info_tells_the_cuda_kernels_in_the_binary():
     info = my_cuda_op.build_info()
     assert sorted(info["archs"]) == sorted(embedded_archs(Path(my_cuda_op._C.__file__).read_bytes()))
@@ -225,7 +234,7 @@ FAKE_TORCH = """
 import os
 from types import SimpleNamespace
 
-__version__ = "2.14.1"
+__version__ = os.environ.get("FAKE_TORCH_VERSION", "2.14.1")
 version = SimpleNamespace(cuda=os.environ.get("FAKE_TORCH_CUDA"))
 cuda = SimpleNamespace(device_count=lambda: 0)
 """
@@ -287,6 +296,13 @@ def test_builds_cpu_only(checkout, fake_site):
     assert kind in ("CppExtension", "Extension")
     assert sources == sources_of(checkout, ".cpp")
     assert sorted(macros) == ["MY_CUDA_OP_TORCH_VERSION", "MY_CUDA_OP_VERSION"]
+
+
+def test_a_torch_that_is_too_old_is_refused(checkout, fake_site):
+    done = run("setup.py", "build_ext", cwd=checkout, PYTHONPATH=fake_site, FAKE_TORCH_VERSION="2.9.1+cpu")
+    assert (done.returncode, done.stdout) == (1, "")
+    [sentence] = done.stderr.splitlines()
+    assert "torch must be 2.11 or newer, got 2.9.1+cpu" in sentence and "pip install 'torch>=2.11'" in sentence
 
 
 def test_sdist_contains_every_source(checkout, fake_site):
