@@ -4,12 +4,14 @@ A parameter of an operator (``factor``, ``value``) is held as
 
 * the Python number itself, exact in every dtype, where it is a number: no buffer, nothing in the ``state_dict``;
 * an ``nn.Parameter`` named ``weight`` or ``bias`` with ``learnable=True`` (shape ``(1,)``) or ``num_channels=C`` (shape
-  ``(C,)``);
+  ``(C,)``), or where it is one: the same object, unless ``device`` or ``dtype`` change it. A tensor that requires grad
+  is copied into one. ``learnable=False`` makes either a buffer;
 * a buffer of that name where it is a tensor and not learnable, or with ``num_channels=C, learnable=False``.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +20,12 @@ from torch import Tensor, nn
 from my_cuda_op import functional as F
 
 __all__ = ["AddScalar", "ReLU", "Scale", "ScaleAdd", "ScaleAddReLU"]
+
+
+def _int(name: str, what: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):  # as a NumPy integer has
+        raise TypeError(f"{name}: {what} must be an int, got {type(value).__name__}")
+    return operator.index(value)
 
 
 class _WithParameters(nn.Module):
@@ -37,21 +45,28 @@ class _WithParameters(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        for what, value in (("num_channels", num_channels), ("dim", dim)):
-            if not (isinstance(value, int) and not isinstance(value, bool)) and (what, value) != ("num_channels", None):
-                raise TypeError(f"{name}: {what} must be an int, got {type(value).__name__}")
+        if learnable is not None and not isinstance(learnable, bool):
+            raise TypeError(f"{name}: learnable must be a bool or None, got {type(learnable).__name__}")
+        num_channels = None if num_channels is None else _int(name, "num_channels", num_channels)
+        dim = _int(name, "dim", dim)
         if num_channels is not None and num_channels < 1:
             raise ValueError(f"{name}: num_channels must be at least 1, got {num_channels}")
         self.num_channels, self.dim, self.inplace = num_channels, dim, inplace
         self.learnable = num_channels is not None if learnable is None else learnable
         self.initial: dict[str, F.Number] = {}
         for (state, argument), value in zip(self.arguments.items(), initial, strict=True):
-            self._hold(state, argument, F.check_parameter(name, argument, value), device, dtype)
+            given = isinstance(value, nn.Parameter) or (isinstance(value, Tensor) and value.requires_grad)
+            learns = self.learnable or (learnable is None and given)
+            self._hold(state, argument, F.check_parameter(name, argument, value), learns, device, dtype)
 
-    def _hold(self, state: str, argument: str, initial: F.Parameter, device: Any, dtype: torch.dtype | None) -> None:
+    def _hold(
+        self, state: str, argument: str, initial: F.Parameter, learns: bool, device: Any, dtype: torch.dtype | None
+    ) -> None:
         if isinstance(initial, Tensor):
-            held = torch.atleast_1d(initial.detach().clone().to(device=device, dtype=dtype))
-            if held.dim() != 1 or self.num_channels not in (None, held.numel()):
+            held = initial.to(device=device, dtype=dtype)
+            if not (learns and isinstance(initial, nn.Parameter) and held is initial):
+                held = torch.atleast_1d(held.detach().clone())
+            if held.dim() > 1 or self.num_channels not in (None, held.numel()):
                 expected = f"({self.num_channels},)" if self.num_channels else "(), (1,) or (C,)"
                 raise ValueError(
                     f"{type(self).__name__}: {argument} must have shape {expected}, got {tuple(initial.shape)}"
@@ -67,8 +82,9 @@ class _WithParameters(nn.Module):
                     f"{type(self).__name__}: {argument} must be real, for a dtype of {dtype}, got {initial}"
                 )
             held = torch.full((self.num_channels or 1,), initial, device=device, dtype=dtype)
-        if self.learnable:
-            setattr(self, state, nn.Parameter(held))
+        if learns:
+            frozen = isinstance(initial, nn.Parameter) and not initial.requires_grad
+            setattr(self, state, held if held is initial else nn.Parameter(held, requires_grad=not frozen))
         else:
             self.register_buffer(state, held)
 
@@ -85,7 +101,8 @@ class _WithParameters(nn.Module):
         parts = [f"{self.arguments[state]}={value}" for state, value in held.items() if not isinstance(value, Tensor)]
         channels = [value.numel() for value in held.values() if isinstance(value, Tensor)]
         if channels:
-            parts += [f"num_channels={max(channels)}", f"learnable={self.learnable}", f"dim={self.dim}"]
+            learnable = self.learnable or any(isinstance(value, nn.Parameter) for value in held.values())
+            parts += [f"num_channels={max(channels)}", f"learnable={learnable}", f"dim={self.dim}"]
         return ", ".join([*parts, "inplace=True"] if self.inplace else parts)
 
 
@@ -95,7 +112,8 @@ class Scale(_WithParameters):
     Args:
         factor: the number, the tensor, or what a learnable one starts from.
         num_channels: one factor for each of so many channels.
-        learnable: train the factor; by default where ``num_channels`` is given.
+        learnable: train the factor; by default where ``num_channels`` is given, or the factor is an ``nn.Parameter``
+            (which is then held itself) or a tensor that requires grad.
         dim: the channel dimension.
         inplace: overwrite the input.
         device, dtype: of the parameter or buffer, as in ``torch.nn``.

@@ -82,6 +82,36 @@ def test_what_it_holds(name, form):
             assert not isinstance(value, torch.Tensor) or state.data_ptr() != value.data_ptr()
 
 
+@pytest.mark.parametrize("name", [name for name, (_, _, states) in LAYERS.items() if states])
+def test_a_parameter_that_is_given_is_the_one_that_is_held(name):
+    layer, _, states = LAYERS[name]
+    for given in (nn.Parameter(TENSOR.clone()), nn.Parameter(torch.tensor(0.5)), nn.Parameter(TENSOR.clone(), False)):
+        made = [layer(**dict.fromkeys(states, given), **kwargs) for kwargs in ({}, {"learnable": True})]
+        for state in states.values():
+            assert all(made.get_parameter(state) is given for made in made)
+        assert "learnable=True" in repr(made[0])
+        wider = layer(**dict.fromkeys(states, given), dtype=torch.float64)
+        buffer = layer(**dict.fromkeys(states, given), learnable=False)
+        for state in states.values():
+            assert wider.get_parameter(state).dtype == torch.float64
+            assert wider.get_parameter(state).requires_grad == given.requires_grad
+            assert not buffer.get_buffer(state).requires_grad
+    tensor = TENSOR.clone().requires_grad_()
+    parameters = list(layer(**dict.fromkeys(states, tensor)).parameters())
+    assert len(parameters) == len(states) and all(p.equal(tensor) and p.requires_grad for p in parameters)
+
+
+def test_each_parameter_is_held_by_what_it_is():
+    layer = mnn.ScaleAdd(nn.Parameter(TENSOR.clone()), 0.5)
+    assert [n for n, _ in layer.named_parameters()] == ["weight"] and layer.bias == 0.5
+    assert repr(layer) == "ScaleAdd(value=0.5, num_channels=3, learnable=True, dim=1)"
+
+
+def test_integers_of_numpy():
+    layer = mnn.Scale(num_channels=np.int64(3), dim=np.int32(-1))
+    assert (type(layer.num_channels), type(layer.dim), layer.weight.shape) == (int, int, (3,))
+
+
 @each_layer
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "in place"])
 def test_forward_and_backward(name, form, inplace, device):
@@ -202,6 +232,8 @@ ERRORS = {
         TypeError,
         "factor must be a number or a Tensor",
     ),
+    "learnable, but how?": (lambda: mnn.Scale(learnable="yes"), TypeError, "learnable must be a bool or None, got str"),
+    "half a channel": (lambda: mnn.Scale(num_channels=1.5), TypeError, "num_channels must be an int, got float"),
     "no channels": (lambda: mnn.Scale(num_channels=0), ValueError, "num_channels must be"),
     "a positional flag": (lambda: mnn.Scale(1.0, 3), TypeError, "positional"),
     "an integer to learn": (lambda: mnn.Scale(torch.tensor([1]), learnable=True), RuntimeError, "floating point"),
