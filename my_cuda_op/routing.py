@@ -3,6 +3,7 @@ reference."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,8 @@ _kernels = False  # does compiled code run the kernels? Dynamo guards it, so tha
 
 
 class compile_with:
-    """Choose what ``torch.compile`` and ``torch.export`` make of the operators: for good, or in a ``with`` block.
+    """Choose what ``torch.compile`` and ``torch.export`` make of the operators: for good, in a ``with`` block, or in the
+    calls of a function that it decorates.
 
     ``"decomposition"``, the default: the operators in plain PyTorch, which Inductor fuses with what stands around them.
     ``"kernels"``: the kernels of this package, forward and backward. They stand in the graph as
@@ -30,8 +32,11 @@ class compile_with:
         my_cuda_op.compile_with("kernels")  # from here on
         with my_cuda_op.compile_with("kernels"):  # or in here
             compiled_model(x)
+        @my_cuda_op.compile_with("kernels")  # or in each call
+        def step(x): ...
 
-    What counts is the choice where compiled code is called, not where ``torch.compile`` is. Code is compiled once for
+    As ``torch.set_grad_enabled``, it acts where it is called, and what was chosen before that comes back where a block
+    ends. What counts is the choice where compiled code is called, not where ``torch.compile`` is. Code is compiled once for
     each choice, and an exported program keeps the one that it was exported with; with kernels it needs
     ``import my_cuda_op`` where it is loaded. There is one choice for all threads.
 
@@ -53,10 +58,23 @@ class compile_with:
             raise ValueError(
                 f"compile_with: implementation must be 'decomposition' or 'kernels', got {implementation!r}"
             )
-        self.before, _kernels = _kernels, implementation == "kernels"
+        self.implementation, self.before = implementation, _kernels
+        _kernels = implementation == "kernels"
+
+    def __call__(self, function: Callable) -> Callable:
+        global _kernels
+        _kernels = self.before  # the choice is one for the calls, not for what follows the decorator
+
+        @functools.wraps(function)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            with compile_with(self.implementation):
+                return function(*args, **kwargs)
+
+        return chosen
 
     def __enter__(self) -> None:
-        pass
+        global _kernels
+        _kernels = self.implementation == "kernels"
 
     def __exit__(self, *error: Any) -> None:
         global _kernels

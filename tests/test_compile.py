@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from cases import LAYOUTS, OPS, data
-from forms import FORMS, call, each_place, make_args, tensors
+from forms import FORMS, call, each_place, links_by_inductor, make_args, tensors
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
@@ -80,6 +80,7 @@ def arguments(device):
     return [x, 0.5, 2, w, b]
 
 
+@links_by_inductor
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_inductor(dynamic, device):
     f, args = compiled(everything, backend="inductor", dynamic=dynamic), arguments(device)
@@ -179,7 +180,7 @@ def layers():
     )
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=links_by_inductor)])
 def test_training_step_of_layers(backend, device):
     model, x = layers().to(device), data((2, 2, 6, 6), torch.float32, device)
     twin = copy.deepcopy(model)

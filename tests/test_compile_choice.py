@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from cases import LAYOUTS, OPS, data
-from forms import call, make_args
+from forms import call, links_by_inductor, make_args
 from test_compile import TRANSFORMS, compiled, each_form, layers, output_and_grads
 from torch import nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
@@ -132,6 +132,7 @@ def test_tensors_that_wrap_others_get_what_they_know(op):
     assert not graphs.ours[0]  # which has no rule for DTensor
 
 
+@links_by_inductor
 @pytest.mark.parametrize(
     "memory_format, dynamic",
     [(torch.channels_last, False), (torch.contiguous_format, True)],
@@ -215,6 +216,33 @@ def test_the_choice_holds_until_the_block_ends():
         my_cuda_op.compile_with("kernels")
         assert ours()
     assert ours()
+
+
+def test_a_block_may_be_entered_again():
+    with my_cuda_op.compile_with("decomposition"):
+        choice = my_cuda_op.compile_with("kernels")
+        for _ in range(2):
+            with choice:
+                assert my_cuda_op.routing._kernels
+            assert not my_cuda_op.routing._kernels
+
+
+def test_a_choice_for_the_calls_of_a_function():
+    graphs, x = Recorder(), data((2, 3), torch.float32)
+
+    @my_cuda_op.compile_with("decomposition")
+    def f(x, *, factor):
+        """Doubles."""
+        return F.scale(x, factor)
+
+    assert my_cuda_op.routing._kernels  # as before the decorator
+    assert (f.__name__, f.__doc__) == ("f", "Doubles.")
+    torch.testing.assert_close(compiled(f, backend=graphs)(x, factor=2.0), x * 2)
+    assert targets(graphs.fw_graphs) == {"aten.mul"}
+    f(x, factor=2.0)
+    with pytest.raises(TypeError):
+        f(x)
+    assert my_cuda_op.routing._kernels
 
 
 def test_another_choice_is_refused():

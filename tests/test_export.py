@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 from cases import data
+from forms import links_by_inductor
 from torch import nn
 
 import my_cuda_op.functional as F
@@ -103,6 +104,7 @@ def test_functions(strict, device):
     torch.testing.assert_close(program.run_decompositions().module()(*args), expected)
 
 
+@links_by_inductor
 def test_aot_inductor(device, tmp_path):
     model, program = exported(device, strict=False)
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
