@@ -1,5 +1,6 @@
 """What every test file shares: which my_cuda_op is tested, on which devices, and from which seed."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from _pytest.junitxml import xml_key
 
 ROOT = Path(__file__).resolve().parents[1]
 
-if not list((ROOT / "my_cuda_op").glob("_C*.so")) and not list((ROOT / "my_cuda_op").glob("_C*.pyd")):
-    # `python -m pytest` puts the folder it starts in first, and the sources there, which hold no compiled part, would
-    # hide the installed package.
-    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
+# The installed package is tested: `python -m pytest` puts the folder it starts in first, where the sources, or what an
+# earlier build left beside them, would hide it. Only where none is installed, what was built in place.
+sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
+if importlib.util.find_spec("my_cuda_op") is None and any(
+    path.suffix in (".so", ".pyd") for path in (ROOT / "my_cuda_op").glob("_C*")
+):
+    sys.path.insert(0, str(ROOT))
 
 try:
     import my_cuda_op
