@@ -94,7 +94,7 @@ def summary(results: dict) -> str:
 
 
 def markdown(results: dict) -> str:
-    parts = ["# Benchmark results", "Written by `benchmarks/run.py`; [README](../README.md) says how to read them."]
+    parts = ["# Benchmark results", "Written by `benchmarks/run.py`; `benchmarks/README.md` says how to read them."]
     parts.append("\n".join(f"- {name}: {value}" for name, value in results["environment"].items() if value is not None))
     parts.append("\n".join(f"- {line}" for line in summary(results).splitlines()))
     for group, title in GROUPS.items():

@@ -1,6 +1,6 @@
-"""Writes compatibility.md from what the tests said: python docs/compatibility.py [report.xml ...]
+"""Writes compatibility.md from what the tests said: python docs/compatibility.py [build/report.xml ...]
 
-Each report is what `python -m pytest --junitxml=report.xml` wrote with one torch. The outcomes go to
+Each report is what `python -m pytest --junitxml=build/report.xml` wrote with one torch. The outcomes go to
 compatibility.json; without a report the table is written anew from that file.
 """
 

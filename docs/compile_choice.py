@@ -1,4 +1,4 @@
-"""What should compiled code run? python docs/compile_choice.py [--quick] [--output compile_choice.json]
+"""What should compiled code run? python docs/compile_choice.py [--quick] [--output build/compile_choice.json]
 
 Times a training step (forward and backward) of small models with our operators: compiled with either choice of
 `my_cuda_op.compile_with`, and not compiled, beside their stock twins. Prints a table and writes a JSON file.
@@ -191,10 +191,11 @@ def table(results: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small tensors and few repetitions: does it run?")
-    parser.add_argument("--output", type=Path, default=Path("compile_choice.json"))
+    parser.add_argument("--output", type=Path, default=Path("build/compile_choice.json"))
     parser.add_argument("--backend", default="inductor", help="of torch.compile; aot_eager compiles nothing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True  # the same convolution for all variants
     about, results = environment(args.device, args.backend), []

@@ -4,7 +4,7 @@ Fine-tuned detectors freeze normalisation: it is ``x * factor + value`` with fix
 PyTorch that, the residual and the ReLU are kernels of their own, and under autocast the float32 factors widen every
 activation. Here one call of scale_add_relu does all of it, and scale_add on the way past a block that changes shape.
 
-    python examples/train_resnet50.py --output resnet50.json
+    python examples/train_resnet50.py --output build/resnet50.json
 
 The model is torchvision's, the images and labels are random numbers. The script compares outputs and losses, and exits
 non-zero where the two models part; then it measures time and memory. Beside my_cuda_op it needs torchvision.
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=TITLES, nargs="+", default=list(TITLES))
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, default=Path("resnet50.json"))
+    parser.add_argument("--output", type=Path, default=Path("build/resnet50.json"))
     args = parser.parse_args()
     if args.batch < 1 or args.steps < 1 or args.size < 32:
         got = f"{args.batch}, {args.steps} and {args.size}"
