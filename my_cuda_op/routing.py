@@ -22,8 +22,8 @@ _kernels = False  # does compiled code run the kernels? Dynamo guards it, so tha
 
 
 class compile_with:
-    """Choose what ``torch.compile`` and ``torch.export`` make of the operators: for good, in a ``with`` block, or in the
-    calls of a function that it decorates.
+    """Choose what ``torch.compile`` and ``torch.export`` make of the operators: for good, in a ``with`` block, or in
+    the calls of a function that it decorates.
 
     ``"decomposition"``, the default: the operators in plain PyTorch, which Inductor fuses with what stands around them.
     ``"kernels"``: the kernels of this package, forward and backward. They stand in the graph as
@@ -36,8 +36,8 @@ class compile_with:
         def step(x): ...
 
     As ``torch.set_grad_enabled``, it acts where it is called, and what was chosen before that comes back where a block
-    ends. What counts is the choice where compiled code is called, not where ``torch.compile`` is. Code is compiled once for
-    each choice, and an exported program keeps the one that it was exported with; with kernels it needs
+    ends. What counts is the choice where compiled code is called, not where ``torch.compile`` is. Code is compiled once
+    for each choice, and an exported program keeps the one that it was exported with; with kernels it needs
     ``import my_cuda_op`` where it is loaded. There is one choice for all threads.
 
     With ``"kernels"``, too, what is under a transform of torch.func, dual numbers, and tensors that wrap others, as
