@@ -16,10 +16,10 @@ LINTERS = ruff==0.17.6 clang-format==23.1.5
 cpp := $(shell find csrc -name '*.[ch]*')
 sources := $(cpp) $(shell find my_cuda_op -name '*.py*' -not -name '*.pyc') cuda_build.py setup.py pyproject.toml
 
-.PHONY: venv test demo bench lint format clean install
+.PHONY: test-packages venv test demo bench lint format clean install
 venv: install
 
-test: install
+test: test-packages install
 	"$(run)" -m pytest $(PARALLEL) $(ARGS)
 
 demo: install
@@ -43,6 +43,12 @@ clean:
 
 ifeq ($(VENV),)
 run := $(PYTHON)
+PARALLEL = $(shell "$(run)" -c 'import xdist' 2>/dev/null && echo "-n 2")
+names := pytest hypothesis expecttest numpy
+lacking := from importlib.util import find_spec; m = [m for m in "$(names)".split() if not find_spec(m)]
+
+test-packages:  # before anything is compiled
+	@"$(run)" -c '$(lacking); m and exit("make test needs these packages in $(run): " + " ".join(m))'
 
 install:
 	"$(run)" -m pip install --no-build-isolation --no-deps .
@@ -53,6 +59,7 @@ else
 run := $(VENV)/bin/python
 PARALLEL = -n 2
 lint := $(VENV)-lint/bin/
+test-packages:
 
 install: $(VENV)/.installed
 $(VENV)/.installed: $(sources)
