@@ -1,12 +1,12 @@
 """The operators as functions, in the manner of ``torch.nn.functional``.
 
-Shapes, dtypes, strides, gradients and errors are those of the stock expression that each docstring gives, with two
-differences:
+Shapes, dtypes, strides, gradients and errors are those of the stock expression that each docstring gives, with these
+differences (rarer ones are in README.md):
 
 * float16 and bfloat16 are computed in float32, with the parameter in float32, and rounded once.
 * A parameter never widens a floating-point input, whatever its shape: the result has the dtype
   ``torch.result_type(input, parameter as a number)``. So a bfloat16 activation stays bfloat16 beside float32
-  parameters.
+  parameters. A complex parameter makes the result complex.
 
 A *parameter* (``factor``, ``value``) is one of
 
