@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
@@ -18,7 +19,9 @@
 namespace my_cuda_op {
 
 inline bool needs_derivative(const at::Tensor& tensor) {
-  return (c10::GradMode::is_enabled() && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined();
+  // In InferenceMode nothing is recorded, also where grad mode is on.
+  const bool records = c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();
+  return (records && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined();
 }
 inline bool needs_derivative(const std::optional<at::Tensor>& tensor) {
   return tensor && needs_derivative(*tensor);

@@ -254,11 +254,12 @@ class ScaleAdd(Function):
         output, mask = output if isinstance(output, tuple) else (output, None)
         ctx.dtype, ctx.strides = input.dtype, () if mask is None else output.stride()
         ctx.number = None if isinstance(factor, Tensor) else factor
+        ctx.factor = None if ctx.number is not None else (factor.shape, factor.dtype, factor.device)
         ctx.value = (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else None
         ctx.save_for_backward(
             input if ctx.needs_input_grad[1] else None,  # no other derivative depends on it
             mask,
-            None if ctx.number is not None else factor,
+            factor if ctx.needs_input_grad[0] and ctx.number is None else None,
         )
 
     @staticmethod
@@ -266,7 +267,8 @@ class ScaleAdd(Function):
         if grad is None:
             return None, None, None, None, None
         input, mask, factor = ctx.saved_tensors
-        factor = factor if ctx.number is None else ctx.number
+        if factor is None:
+            factor = _template(*ctx.factor) if ctx.number is None else ctx.number
         needs = list(ctx.needs_input_grad[:4])
         value = _template(*ctx.value) if needs[2] else None
         gradients = iter(scale_add_backward(grad, input, mask, ctx.strides, factor, value, needs, ctx.dim))

@@ -128,10 +128,11 @@ def _scale_add(op, input, factor, value, residual, dim):
 
 def pack(output: Tensor) -> Tensor:
     """The mask of a dense tensor that came out of a ReLU: bit n is that of the n-th element in memory."""
-    keep = ~(output <= 0).as_strided([output.numel()], [1])
-    keep = torch.nn.functional.pad(keep, [0, -keep.numel() % 32]).view(-1, 8)
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=output.device)
-    return (keep * weights).sum(1, dtype=torch.uint8)
+    numel = output.numel()
+    size = (numel + 31) // 32 * 4  # said once and for all: a size to be found out would be a guard on a dynamic one
+    keep = ~(output <= 0).as_strided([numel], [1])
+    keep = torch.nn.functional.pad(keep, [0, size * 8 - numel]).view(size, 8).to(torch.uint8)
+    return (keep << torch.arange(8, dtype=torch.uint8, device=output.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack(mask: Tensor, size: list[int], strides: list[int]) -> Tensor:

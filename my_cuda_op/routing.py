@@ -202,7 +202,10 @@ def _runs_reference() -> bool:
 
 def _wraps(args: tuple) -> bool:
     """Is there a tensor that wraps others, as DTensor does? It knows what to do with those for PyTorch's operators, and
-    not for ours; so the reference runs. (Asked of the type, which Dynamo traces rightly, unlike the tensor's own.)"""
+    not for ours; so the reference runs. (Asked of the type, which Dynamo traces rightly, unlike the tensor's own; but
+    torch 2.11's does not trace what it knows of DTensor.)"""
+    if torch.compiler.is_dynamo_compiling():
+        return any(isinstance(arg, Tensor) and type(arg) not in (Tensor, torch.nn.Parameter) for arg in args)
     return any(isinstance(arg, Tensor) and is_traceable_wrapper_subclass_type(type(arg)) for arg in args)
 
 
@@ -216,7 +219,8 @@ def _is_dual(args: tuple) -> bool:
 
 
 def _requires_grad(args: tuple) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+    enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()  # enable_grad in there changes nothing
+    return enabled and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
 
 
 def _eager(function: type[Function]) -> type[Function]:

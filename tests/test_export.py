@@ -8,6 +8,7 @@ from cases import data
 from forms import links_by_inductor
 from torch import nn
 
+import my_cuda_op
 import my_cuda_op.functional as F
 from my_cuda_op import nn as mnn
 
@@ -109,3 +110,15 @@ def test_aot_inductor(device, tmp_path):
     model, program = exported(device, strict=False)
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
     check(torch._inductor.aoti_load_package(package), model, device)
+
+
+@pytest.mark.parametrize("choice", ["decomposition", "kernels"])
+def test_any_batch_of_a_learnable_layer_with_a_mask(choice):
+    layer = mnn.ScaleAddReLU(num_channels=4)
+    with my_cuda_op.compile_with(choice):
+        batch = {0: torch.export.Dim("batch")}
+        program = torch.export.export(layer, (torch.randn(3, 4, 5),), dynamic_shapes=(batch,))
+    assert any("scale_add_relu" in str(node.target) for node in program.graph.nodes) == (choice == "kernels")
+    for size in (1, 7, 16):
+        x = torch.randn(size, 4, 5)
+        torch.testing.assert_close(program.module()(x), layer(x))

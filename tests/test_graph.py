@@ -104,6 +104,26 @@ def test_second_derivatives_reach_what_stocks_reach(op, kind, residual, device):
             torch.testing.assert_close(actual, target)
 
 
+@each_form
+@pytest.mark.parametrize("needed", ["value", "residual"])
+def test_factor_that_no_derivative_needs_may_change(op, kind, needed, device):
+    if len(op.parameters) < 2 or (kind == "float" and needed == "value"):
+        pytest.skip("the op has no value, or no tensor of it")
+    x, factor, value = make_args(op, kind, device=device)
+    residual = {"residual": x + 0.25}
+    target = value if needed == "value" else residual["residual"]
+    y = op(
+        x,
+        factor,
+        value.requires_grad_() if needed == "value" else value,
+        residual=residual["residual"].requires_grad_(),
+    )
+    expected = torch.autograd.grad(op.stock(x, factor, value, **residual).sum(), target)
+    if isinstance(factor, torch.Tensor):
+        factor.mul_(-2)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), target), expected)
+
+
 def test_exception_of_an_unpack_hook_arrives_as_it_is(device):
     class MyError(Exception):
         pass

@@ -177,6 +177,16 @@ def test_inference_tensor(op, device):
 
 
 @every_parametrized_op
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)], ids=str)
+def test_parameter_that_is_the_input(op, shape, device):
+    for view in (torch.Tensor.detach, lambda x: x.view(-1)):
+        x = data(shape, torch.float32, device)
+        target = op.expected(x.clone(), *arguments(op, view(x.clone())))
+        assert op(x, *arguments(op, view(x)), inplace=True) is x
+        torch.testing.assert_close(x, target)
+
+
+@every_parametrized_op
 def test_parameter_that_is_part_of_the_input(op, device):
     """Right, or refused with nothing changed: each element must see the parameter as it was."""
     for dtype, take in itertools.product(

@@ -362,6 +362,9 @@ def test_in_place_refuses_a_result_that_the_input_cannot_hold(op, where):
         ({"strides": [12, 4]}, "strides must be those of a dense tensor"),
         ({"strides": [1000, 4, 1]}, "strides must be those of a dense tensor"),
         ({"strides": [-12, 4, 1]}, "strides must be those of a dense tensor"),
+        ({"strides": [2**62, 4, 1]}, "strides must be those of a dense tensor"),  # of which the extent overflows
+        ({"strides": [0, 0, 0]}, "strides must be those of a dense tensor"),
+        ({"strides": [4, 4, 1]}, "strides must be those of a dense tensor"),
     ],
 )
 def test_backward_reads_nothing_that_it_was_not_given(change, message, device):

@@ -88,6 +88,16 @@ def test_without_grad(op, kind, inplace, mode, device):
 
 
 @each_form
+@each_place
+def test_enable_grad_in_inference_mode_records_nothing(op, kind, inplace, device):
+    args = make_args(op, kind, device=device, requires_grad=True)
+    with torch.inference_mode(), torch.enable_grad():  # as an activation checkpoint in there does
+        output = op(args[0].detach().clone() if inplace else args[0], *args[1:], inplace=inplace)
+        assert output.grad_fn is None and not output.requires_grad
+        torch.testing.assert_close(output, op.expected(*args))
+
+
+@each_form
 def test_an_inference_tensor_cannot_be_changed_or_saved_outside(op, kind, device):
     with torch.inference_mode():
         inside = make_args(op, kind, device=device)

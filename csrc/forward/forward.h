@@ -54,8 +54,12 @@ void add_parameter(
   }
   // The kernels read a parameter in the result's type or in the compute type, where it loses nothing.
   const bool is_dtype = tensor.scalar_type() == call.dtype;
-  config.add_owned_const_input(
-      broadcast(is_dtype ? tensor : tensor.to(compute_type(call.dtype)), input.dim(), channel));
+  const at::Tensor operand = is_dtype ? tensor : tensor.to(compute_type(call.dtype));
+  if (input.numel() == 1 && operand.is_alias_of(input)) { // in place with itself, which only the same view may be
+    config.add_owned_const_input(operand.as_strided(input.sizes(), input.strides()));
+  } else {
+    config.add_owned_const_input(broadcast(operand, input.dim(), channel));
+  }
   call.present.set(Op::first_parameter + p);
 }
 
