@@ -57,6 +57,7 @@ enum class Access {
   kWhole, // along dimension 0 every tensor has whole vectors only
   kRows, // the same, or one element over and over
   kAny,
+  kTiles, // kAny where some tensor is contiguous along dimension 1: a block goes through a tile of dimensions 0 and 1
 };
 
 // What an operand is along dimension 0.
@@ -241,6 +242,36 @@ template <class Op, class T>
 struct Layout<Op, T, Access::kChannels, kMaxDims> : RunOfChannels<Op, T, Access::kChannels> {};
 template <class Op, class T>
 struct Layout<Op, T, Access::kAcross, kMaxDims> : RunOfChannels<Op, T, Access::kAcross> {};
+
+template <class Op, class T>
+struct Layout<Op, T, Access::kTiles, kMaxDims> : Layout<Op, T, Access::kAny> {
+  static constexpr uint32_t kRows = 32, kColumns = kThreads / kRows; // a tile has so many of dimension 1, and vectors
+  uint32_t columns, rows, others; // vectors of a row; sizes of dimension 1 and of the rest
+  Divider across, down; // tiles
+
+  Layout(const Layout<Op, T, Access::kAny>& any, const Plan& plan, int64_t vectors)
+      : Layout<Op, T, Access::kAny>(any),
+        columns(static_cast<uint32_t>(cuda::vectors<T>(plan.sizes[0]))),
+        rows(static_cast<uint32_t>(plan.sizes[1])),
+        others(static_cast<uint32_t>(vectors / columns / rows)),
+        across((columns + kColumns - 1) / kColumns),
+        down((rows + kRows - 1) / kRows) {}
+
+  int64_t blocks() const {
+    return static_cast<int64_t>(across.divisor) * down.divisor * others;
+  }
+
+  // Of this thread; -1 where the tile reaches over the edge. A warp has 16 rows and two vectors of each: whole sectors
+  // of 32 bytes in either direction.
+  __device__ int64_t item() const {
+    const auto by_column = across.divmod(blockIdx.x);
+    const auto by_row = down.divmod(by_column.div);
+    const uint32_t row = by_row.mod * kRows + threadIdx.x / 32 % 2 * 16 + threadIdx.x % 16;
+    const uint32_t column = by_column.mod * kColumns + threadIdx.x / 64 * 2 + threadIdx.x / 16 % 2;
+    if (row >= rows || column >= columns) return -1;
+    return (static_cast<int64_t>(by_row.div) * rows + row) * columns + column;
+  }
+};
 
 // A vector stays in the registers that a load has filled until everything is loaded: code that looked at its lanes
 // before would wait for them, and the next load with it.

@@ -342,16 +342,17 @@ struct SumLauncher {
     using C = at::opmath_type<T>;
     if (total.data == nullptr) return;
     const int64_t channels = call.row_bytes / sizeof(C), count = total.one ? 1 : channels;
-    std::vector<C> sum(count);
+    using Wide = std::conditional_t<ops::is_complex<C>, c10::complex<double>, double>; // there may be many rows
+    std::vector<Wide> sum(count);
     for (int64_t r = 0; r < call.rows; ++r) {
       const C* row = reinterpret_cast<const C*>(sums + r * call.row_bytes);
-      for (int64_t c = 0; c < channels; ++c) sum[total.one ? 0 : c] += row[c];
+      for (int64_t c = 0; c < channels; ++c) sum[total.one ? 0 : c] += static_cast<Wide>(row[c]);
     }
     for (int64_t c = 0; c < count; ++c) {
       if (total.wide) {
-        static_cast<C*>(total.data)[c] = sum[c];
+        static_cast<C*>(total.data)[c] = static_cast<C>(sum[c]);
       } else {
-        static_cast<T*>(total.data)[c] = static_cast<T>(sum[c]);
+        static_cast<T*>(total.data)[c] = static_cast<T>(static_cast<C>(sum[c]));
       }
     }
   }

@@ -13,11 +13,17 @@ struct MapArguments {
   Layout<Op, T, kAccess> layout;
 };
 
-template <class Op, class T, Access kAccess, bool kMask>
-__global__ void __launch_bounds__(kThreads) map_kernel(const MapArguments<Op, T, kAccess> a) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+template <class Op, class T, Access kLayout, bool kMask>
+__global__ void __launch_bounds__(
+    kThreads,
+    kLayout < Access::kAcross    ? 8
+    : kLayout == Access::kAcross ? 6
+                                 : 5) map_kernel(const MapArguments<Op, T, kLayout> a) {
+  constexpr Access kAccess = kLayout == Access::kTiles ? Access::kAny : kLayout;
+  int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if constexpr (kLayout == Access::kTiles) index = a.layout.item();
   unsigned bits = 0; // of the mask that is written
-  if (index < a.vectors) {
+  if (0 <= index && index < a.vectors) {
     int64_t offsets[ops::operands<Op>] = {};
     const int64_t column = a.layout.add_offsets(index, offsets);
     int count = kLanes<T>;
@@ -75,7 +81,29 @@ struct MapLauncher {
       }
     }
     const auto any = layout<T, Access::kAny>(plan, call, operands);
+    if constexpr (std::is_floating_point_v<at::opmath_type<T>>) {
+      if (suits_tiles<T>(plan, call, operands)) {
+        const MapArguments<Op, T, Access::kTiles> tiles{count, row_length, operands, {any, plan, count}};
+        launch_kernel(plan.device, dim3(tiles.layout.blocks()), &map_kernel<Op, T, Access::kTiles, false>, tiles);
+        return;
+      }
+    }
     launch(plan, call, MapArguments<Op, T, Access::kAny>{count, row_length, operands, any});
+  }
+
+  // Is a tensor contiguous along dimension 1, as a transposed one is? (A mask is written in the order of kAny.)
+  template <class T>
+  static bool suits_tiles(const Plan& plan, const Call& call, const Operands<Op, T>& operands) {
+    constexpr int kFew = 4; // vectors of a row, with which most of a tile is empty
+    if (plan.ndim < 2 || vectors<T>(plan.sizes[0]) < kFew || plan.sizes[1] < 16) return false;
+    if (Op::writes_mask && call.mask != nullptr) return false;
+    bool suits = false;
+    for (int k = 0, next = 0; k < Op::first_parameter; ++k) {
+      if (!call.present[k]) continue;
+      const auto* strides = plan.operand[next++].strides;
+      suits |= operands.kind[k] == Kind::kStrided && strides[0] != sizeof(T) && strides[1] == sizeof(T);
+    }
+    return suits;
   }
 
   // The same as kRows, if that is possible.

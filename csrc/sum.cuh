@@ -37,8 +37,15 @@ __device__ C add_over_lanes(C value, int width) {
 // A block adds up its share (blockIdx.y) of one channel, or, with kAcross, of `width` vectors of channels that are
 // neighbours in memory. The order of every addition is fixed.
 template <class Op, class T, Access kAccess, bool kAcross>
-__global__ void __launch_bounds__(kThreads) sum_kernel(const SumArguments<Op, T, kAccess, kAcross> a) {
+__global__ void __launch_bounds__(
+    kThreads,
+    kAcross                     ? 3
+    : kAccess == Access::kWhole ? 6
+                                : 5) sum_kernel(const SumArguments<Op, T, kAccess, kAcross> a) {
   using C = at::opmath_type<T>;
+  // Vectors that a thread loads before it adds. Two keep the memory busier, where their lanes are few: the registers
+  // for eight of them leave room for too few threads.
+  constexpr int kTogether = kAcross && kLanes<T> < 8 ? 2 : 1;
   constexpr int kSums = Op::sums, kChannels = kAcross ? kLanes<T> : 1, kWarps = kThreads / 32; // kChannels: a thread's
   const int width = kAcross ? a.width : 1;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * width + threadIdx.x % width;
@@ -53,27 +60,40 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const SumArguments<Op, T,
     for (int k = 0; k < ops::operands<Op>; ++k) start[k] = column * a.channel_strides[k];
     auto parameters = load_parameters<kAccess>(a.operands, start, kAcross ? across : kLanes<T>);
     spread<kAccess>(parameters, a.operands);
-    int64_t offsets[ops::operands<Op>], left = kLanes<T>;
-    const auto go_to = [&](int64_t i) {
+    // Of item i; returns how many elements of the row are left there.
+    const auto go_to = [&](int64_t i, int64_t (&offsets)[ops::operands<Op>]) {
 #pragma unroll
       for (int k = 0; k < ops::operands<Op>; ++k) offsets[k] = start[k];
-      left = a.row_length - a.layout.add_offsets(i, offsets) * kLanes<T>;
+      return a.row_length - a.layout.add_offsets(i, offsets) * kLanes<T>;
     };
     constexpr bool kSteps = kAccess == Access::kWhole && kAcross; // one dimension, in steps of equal length
-    int64_t i = begin + threadIdx.x / width;
-    if (kSteps) go_to(i);
-    for (; i < end; i += a.step) {
-      if (!kSteps) go_to(i);
-      const int count = kAcross ? across : left < kLanes<T> ? static_cast<int>(left) : kLanes<T>;
-      const auto tensors = load_tensors<kAccess>(a.operands, offsets, count);
-      compute<kAccess, false>(a.operands, offsets, tensors, parameters, count, [&](int lane, const auto& values) {
+    int64_t i = begin + threadIdx.x / width, here[ops::operands<Op>];
+    if (kSteps) go_to(i, here);
+    for (; i < end; i += kTogether * a.step) {
+      int64_t offsets[kTogether][ops::operands<Op>];
+      Tensors<Op> tensors[kTogether];
+      int count[kTogether];
 #pragma unroll
-        for (int s = 0; s < kSums; ++s) sums[s][kAcross ? lane : 0] += values.value[Op::outputs + s];
-      });
-      if (kSteps) {
+      for (int j = 0; j < kTogether; ++j) {
+        if (i + j * a.step >= end) break;
+        int64_t left = kLanes<T>;
+        if (!kSteps) left = go_to(i + j * a.step, offsets[j]);
 #pragma unroll
-        for (int k = 0; k < ops::operands<Op>; ++k) offsets[k] += a.step_strides[k];
+        for (int k = 0; kSteps && k < ops::operands<Op>; ++k) offsets[j][k] = here[k] + j * a.step_strides[k];
+        count[j] = kAcross ? across : left < kLanes<T> ? static_cast<int>(left) : kLanes<T>;
+        tensors[j] = load_tensors<kAccess>(a.operands, offsets[j], count[j]);
       }
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (i + j * a.step >= end) break;
+        const auto add = [&](int lane, const auto& values) {
+#pragma unroll
+          for (int s = 0; s < kSums; ++s) sums[s][kAcross ? lane : 0] += values.value[Op::outputs + s];
+        };
+        compute<kAccess, false>(a.operands, offsets[j], tensors[j], parameters, count[j], add);
+      }
+#pragma unroll
+      for (int k = 0; kSteps && k < ops::operands<Op>; ++k) here[k] += kTogether * a.step_strides[k];
     }
   }
 

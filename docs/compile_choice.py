@@ -10,13 +10,16 @@ import argparse
 import contextlib
 import copy
 import json
-import subprocess
+import sys
 import time
 from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from report import environment
 
 import my_cuda_op
 from my_cuda_op import nn as mnn
@@ -158,25 +161,6 @@ def check(what: str, actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -
             raise AssertionError(f"{what}: the gradients must be those of stock, got a relative error of {error:.2g}")
 
 
-def environment(device: str, backend: str) -> dict:
-    root = Path(__file__).resolve().parents[1]
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
-        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
-        "torch": torch.__version__,
-        "build": my_cuda_op.build_info(),
-        "commit": output_of("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"),
-        "backend": backend,
-    }
-
-
-def output_of(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def table(results: list[dict]) -> str:
     lines = ["| ms of a step | " + " | ".join(VARIANTS) + " |", "|---" * (len(VARIANTS) + 1) + "|"]
     for result in results:
@@ -198,13 +182,14 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True  # the same convolution for all variants
-    about, results = environment(args.device, args.backend), []
+    about, results = {**environment(args.device), "backend": args.backend}, []
     for workload in WORKLOADS:
         for dtype in (torch.float32, torch.bfloat16):
             results.append(measure(workload, dtype, args.device, args.quick, args.backend))
             print(table(results[-1:]).splitlines()[-1], flush=True)
             args.output.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
-    print(f"\n{about['device']}, torch {about['torch']}, {about['commit']}\n\n{table(results)}")
+    where = about["gpu"] or about["cpu"]
+    print(f"\n{where}, torch {about['torch']}, {about['commit']}\n\n{table(results)}")
 
 
 if __name__ == "__main__":

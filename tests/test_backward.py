@@ -255,3 +255,13 @@ def test_mask(device, dtype, shape, layout):
         )
         assert_same(by_residual, torch.where(output <= 0, 0, grad), signed_zero=False)
         assert_same(by_input, torch.where(output <= 0, 0, 2 * grad), signed_zero=False)
+
+
+@pytest.mark.parametrize("shape, dim", [((1_000_000, 2), 1), ((8, 2048, 768), 0), ((4, 3, 300, 300), 1)], ids=str)
+def test_long_sums_keep_their_digits(shape, dim, device):
+    # The same number over and over rounds the same way over and over, where a float adds up too many.
+    grad = torch.full(shape, 0.1, device=device)
+    value = torch.ones(shape[dim], device=device)
+    total = torch.ops.my_cuda_op.add_scalar_backward_value(grad, value, dim)
+    expected = grad.double().sum([d for d in range(grad.dim()) if d != dim])
+    torch.testing.assert_close(total.double(), expected, rtol=2e-5, atol=0)

@@ -101,7 +101,7 @@ def test_a_cpu_number_as_a_tensor(op, kind, cuda):
     torch.testing.assert_close(actual, expected(op, [x, *parameters]))
 
 
-ACCESS = ["kFlat", "kChannels", "kAcross", "kWhole", "kRows", "kAny"]  # csrc/elementwise.cuh
+ACCESS = ["kFlat", "kChannels", "kAcross", "kWhole", "kRows", "kAny", "kTiles"]  # csrc/elementwise.cuh
 
 
 def kernels(call):
@@ -162,3 +162,19 @@ def test_expanded_gradient_in_rows(dtype, cuda):
         actual, seen = kernels(lambda grad=grad: torch.ops.my_cuda_op.relu_backward(grad, output))
         assert seen == {"map kRows"}
         torch.testing.assert_close(actual, torch.where(output > 0, grad, 0), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(3, 37, 70), (2, 16, 64), (33, 260), (2, 3, 129, 128)], ids=str)
+def test_transposed_operands_in_tiles(shape, dtype, cuda):
+    *outer, rows, columns = shape
+    transposed = data((*outer, columns, rows), dtype, cuda).mT
+    output = data(shape, dtype, cuda).relu()
+    actual, seen = kernels(lambda: torch.ops.my_cuda_op.relu_backward(transposed, output))
+    assert seen == {"map kTiles"}
+    torch.testing.assert_close(actual, torch.where(output > 0, transposed, 0), rtol=0, atol=0)
+    factor = data((shape[1],), dtype, cuda)
+    for args in ((output, 0.5, -2, transposed), (output, factor, factor, transposed)):
+        actual, seen = kernels(lambda args=args: torch.ops.my_cuda_op.scale_add(*args))
+        assert seen == {"map kTiles"}
+        torch.testing.assert_close(actual, OPS["scale_add"].expected(*args[:3], residual=args[3]))

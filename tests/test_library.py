@@ -357,8 +357,11 @@ def test_in_place_refuses_a_result_that_the_input_cannot_hold(op, where):
         ({"factor": 2.0}, "factor must be a tensor"),
         ({"input": None}, "input must be given"),
         ({"value": None}, "value must be a tensor"),
-        ({"mask": torch.zeros(1, dtype=torch.uint8)}, "mask must be contiguous and have one bit"),
-        ({"mask": torch.zeros(8, dtype=torch.uint8)[::2]}, "mask must be contiguous and have one bit"),
+        (
+            {"mask": lambda device: torch.zeros(1, dtype=torch.uint8, device=device)},
+            "mask must be contiguous and have one bit",
+        ),
+        ({"mask": lambda device: torch.zeros(8, dtype=torch.uint8, device=device)[::2]}, "mask must be contiguous"),
         ({"strides": [12, 4]}, "strides must be those of a dense tensor"),
         ({"strides": [1000, 4, 1]}, "strides must be those of a dense tensor"),
         ({"strides": [-12, 4, 1]}, "strides must be those of a dense tensor"),
@@ -371,7 +374,7 @@ def test_backward_reads_nothing_that_it_was_not_given(change, message, device):
     op = torch.ops.my_cuda_op.scale_add_backward
     names = [argument.name for argument in op.default._schema.arguments]
     args = dict(zip(names, make_args(op.Tensor, device=device), strict=True))
-    args |= {name: a.to(device) if isinstance(a, torch.Tensor) else a for name, a in change.items()}
+    args |= {name: a(device) if callable(a) else a for name, a in change.items()}
     with pytest.raises(RuntimeError, match=message):
         op(**args)
 
