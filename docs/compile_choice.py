@@ -1,7 +1,8 @@
 """What should compiled code run? python docs/compile_choice.py [--quick] [--output build/compile_choice.json]
 
 Times a training step (forward and backward) of small models with our operators: compiled with either choice of
-`my_cuda_op.compile_with`, and not compiled, beside their stock twins. Prints a table and writes a JSON file.
+`my_cuda_op.compile_with`, and not compiled, beside their stock twins. Prints a table, and writes it and
+a JSON file.
 """
 
 from __future__ import annotations
@@ -187,9 +188,19 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             results.append(measure(workload, dtype, args.device, args.quick, args.backend))
             print(table(results[-1:]).splitlines()[-1], flush=True)
-            args.output.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
-    where = about["gpu"] or about["cpu"]
-    print(f"\n{where}, torch {about['torch']}, {about['commit']}\n\n{table(results)}")
+            write({**about, "results": results}, args.output)
+
+
+def write(measured: dict, output: Path) -> None:
+    """The JSON file, and a table beside it."""
+    output.write_text(json.dumps(measured, indent=1) + "\n")
+    where = ", ".join(str(measured[key]) for key in ("gpu", "driver", "cpu", "torch", "commit") if measured[key])
+    output.with_suffix(".md").write_text(
+        "# What compiled code runs\n\n"
+        "Written by `docs/compile_choice.py`: milliseconds of a training step by the clock, when many follow one\n"
+        "another, and in brackets the most memory that it needs.\n\n"
+        f"{where}\n\n{table(measured['results'])}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -236,8 +236,8 @@ def main() -> None:
         print(f"\n{TITLES[dtype]}, batch of {args.batch} synthetic images of {args.size}x{args.size}, channels_last")
         show(records)
         results["records"] += records
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(results, indent=1) + "\n")
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(results, indent=1) + "\n")  # each dtype takes minutes
     print(f"\n{results['environment']['gpu'] or results['environment']['cpu']}: {args.output}")
 
 
