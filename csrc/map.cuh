@@ -122,8 +122,7 @@ struct MapLauncher {
     for (int k = 0, next = 0; flat && k < ops::operands<Op>; ++k) {
       if (!call.present[k]) continue;
       const auto& operand = plan.operand[next++];
-      const bool is_parameter = Op::first_parameter <= k && k < Op::mask_operand;
-      const size_t stride = is_parameter ? 0 : k == Op::mask_operand ? 1 : sizeof(T);
+      const size_t stride = Operands<Op, T>::is_parameter(k) ? 0 : k == Op::mask_operand ? 1 : sizeof(T);
       flat = operand.strides[0] == static_cast<int64_t>(stride) && (stride < sizeof(T) || is_aligned(operand.data));
     }
     return flat;

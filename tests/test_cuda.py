@@ -101,7 +101,7 @@ def test_a_cpu_number_as_a_tensor(op, kind, cuda):
     torch.testing.assert_close(actual, expected(op, [x, *parameters]))
 
 
-ACCESS = ["kFlat", "kChannels", "kAcross", "kWhole", "kRows", "kAny", "kTiles"]  # csrc/elementwise.cuh
+ACCESS = ["kFlat", "kChannels", "kAcross", "kWhole", "kRows", "kAny", "kTiles"]  # csrc/layout.cuh
 
 
 def kernels(call):
