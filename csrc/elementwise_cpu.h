@@ -11,10 +11,9 @@
 
 namespace my_cuda_op::cpu {
 
-// TensorIterator's loop over two dimensions: calls f with the operands' pointers at each row.
+// Calls f with the operands' pointers at each row.
 template <class F>
-void for_each_row(int operands, char** data, const int64_t* strides, int64_t rows, const F& f) {
-  const int64_t* row_strides = strides + operands;
+void for_each_row(int operands, char** data, const int64_t* row_strides, int64_t rows, const F& f) {
   for (int64_t j = 0; j < rows; ++j) {
     std::array<char*, kMaxOperands> row{};
     for (int k = 0; k < operands; ++k) row[k] = data[k] + j * row_strides[k];
@@ -43,7 +42,7 @@ struct MapLauncher {
       const char* output = static_cast<const char*>(iter.data_ptr(0));
       const auto loop = [&](char** data, const int64_t* strides, int64_t size0, int64_t size1) {
         Runs<Op, T> runs(iter, call, strides);
-        for_each_row(iter.ntensors(), data, strides, size1, [&](char** row) {
+        for_each_row(iter.ntensors(), data, strides + iter.ntensors(), size1, [&](char** row) {
           uint8_t* mask = call.mask;
           if (Op::writes_mask && mask != nullptr) mask += (row[0] - output) / sizeof(T) / 8;
           runs(row, size0, nullptr, 0, Op::writes_mask ? mask : nullptr);
@@ -60,6 +59,8 @@ struct MapLauncher {
   }
 };
 
+constexpr int64_t kShort = 16; // elements of a row, such as few channels
+
 template <class Op>
 struct SumLauncher {
   // Row r of the partial sums takes the r-th share of the elements.
@@ -67,8 +68,13 @@ struct SumLauncher {
     dispatch<Op>(call.dtype, [&](auto zero) {
       const auto add_up = [&](int64_t r) {
         const auto loop = [&](char** data, const int64_t* strides, int64_t size0, int64_t size1) {
+          const int64_t* row_strides = strides + iter.ntensors();
+          if (size0 < kShort && size0 < size1) { // what a run costs beside its elements: go along the columns
+            std::swap(strides, row_strides);
+            std::swap(size0, size1);
+          }
           Runs<Op, decltype(zero)> runs(iter, call, strides);
-          for_each_row(iter.ntensors(), data, strides, size1, [&](char** row) {
+          for_each_row(iter.ntensors(), data, row_strides, size1, [&](char** row) {
             runs(row, size0, row[0] + r * call.row_bytes, strides[0]);
           });
         };
