@@ -3,7 +3,7 @@
 
 #include <c10/core/ScalarType.h>
 
-#include <ATen/cuda/detail/IntegerDivider.cuh> // last: it does not include what it uses
+#include <ATen/cuda/detail/IntegerDivider.cuh> // does not include what it uses: elementwise.cuh does, before this file
 #include <algorithm>
 #include <optional>
 
@@ -246,14 +246,14 @@ struct Layout<Op, T, Access::kTiles, kMaxDims> : Layout<Op, T, Access::kAny> {
     return static_cast<int64_t>(across.divisor) * down.divisor * others;
   }
 
-  // Of this thread; -1 where the tile reaches over the edge. A warp has 16 rows and two vectors of each: whole sectors
-  // of 32 bytes in either direction.
+  // Of this thread; past all where the tile reaches over the edge. A warp has 16 rows and two vectors of each: whole
+  // sectors of 32 bytes in either direction.
   __device__ int64_t item() const {
     const auto by_column = across.divmod(blockIdx.x);
     const auto by_row = down.divmod(by_column.div);
     const uint32_t row = by_row.mod * kRows + threadIdx.x / 32 % 2 * 16 + threadIdx.x % 16;
     const uint32_t column = by_column.mod * kColumns + threadIdx.x / 64 * 2 + threadIdx.x / 16 % 2;
-    if (row >= rows || column >= columns) return -1;
+    if (row >= rows || column >= columns) return INT64_MAX;
     return (static_cast<int64_t>(by_row.div) * rows + row) * columns + column;
   }
 };

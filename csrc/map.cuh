@@ -14,16 +14,12 @@ struct MapArguments {
 };
 
 template <class Op, class T, Access kLayout, bool kMask>
-__global__ void __launch_bounds__(
-    kThreads,
-    kLayout < Access::kAcross    ? 8
-    : kLayout == Access::kAcross ? 6
-                                 : 5) map_kernel(const MapArguments<Op, T, kLayout> a) {
+__global__ void __launch_bounds__(kThreads) map_kernel(const MapArguments<Op, T, kLayout> a) {
   constexpr Access kAccess = kLayout == Access::kTiles ? Access::kAny : kLayout;
   int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if constexpr (kLayout == Access::kTiles) index = a.layout.item();
   unsigned bits = 0; // of the mask that is written
-  if (0 <= index && index < a.vectors) {
+  if (index < a.vectors) {
     int64_t offsets[ops::operands<Op>] = {};
     const int64_t column = a.layout.add_offsets(index, offsets);
     int count = kLanes<T>;

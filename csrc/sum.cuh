@@ -37,15 +37,11 @@ __device__ C add_over_lanes(C value, int width) {
 // A block adds up its share (blockIdx.y) of one channel, or, with kAcross, of `width` vectors of channels that are
 // neighbours in memory. The order of every addition is fixed.
 template <class Op, class T, Access kAccess, bool kAcross>
-__global__ void __launch_bounds__(
-    kThreads,
-    kAcross                     ? 3
-    : kAccess == Access::kWhole ? 6
-                                : 5) sum_kernel(const SumArguments<Op, T, kAccess, kAcross> a) {
+__global__ void __launch_bounds__(kThreads) sum_kernel(const SumArguments<Op, T, kAccess, kAcross> a) {
   using C = at::opmath_type<T>;
   // Vectors that a thread loads before it adds. Two keep the memory busier, where their lanes are few: the registers
   // for eight of them leave room for too few threads.
-  constexpr int kTogether = kAcross && kLanes<T> < 8 ? 2 : 1;
+  constexpr int kTogether = kAccess == Access::kWhole && kAcross && kLanes<T> < 8 ? 2 : 1;
   constexpr int kSums = Op::sums, kChannels = kAcross ? kLanes<T> : 1, kWarps = kThreads / 32; // kChannels: a thread's
   const int width = kAcross ? a.width : 1;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * width + threadIdx.x % width;

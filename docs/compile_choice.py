@@ -1,8 +1,7 @@
 """What should compiled code run? python docs/compile_choice.py [--quick] [--output build/compile_choice.json]
 
 Times a training step (forward and backward) of small models with our operators: compiled with either choice of
-`my_cuda_op.compile_with`, and not compiled, beside their stock twins. Prints a table, and writes it and
-a JSON file.
+`my_cuda_op.compile_with`, and not compiled, beside their stock twins. Writes a JSON file, and a table beside it.
 """
 
 from __future__ import annotations

@@ -168,6 +168,18 @@ def test_torch_function_mode(op, kind, device):
 
 
 @each_form
+def test_jit_trace(op, kind, device):
+    args = make_args(op, kind, torch.float32, device, requires_grad=True)
+    traced = torch.jit.trace(lambda *tensors: op(*tensors, *args[len(tensors) :]), tuple(tensors(args)))
+    assert "PythonOp" not in str(traced.graph) and "^" not in str(traced.graph)  # as which a Function is recorded
+    fresh = make_args(op, kind, torch.float32, device, (4, 3, 5), requires_grad=True)
+    actual, target = traced(*tensors(fresh)), op.expected(*fresh[: len(tensors(fresh))], *args[len(tensors(fresh)) :])
+    torch.testing.assert_close(actual, target)
+    gradients = [torch.autograd.grad(output.pow(2).sum(), tensors(fresh)) for output in (actual, target)]
+    torch.testing.assert_close(*gradients)
+
+
+@each_form
 @each_place
 def test_torch_dispatch_mode_sees_our_ops(op, kind, inplace, device):
     class Log(TorchDispatchMode):

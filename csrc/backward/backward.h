@@ -8,6 +8,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/real.h>
 #include <ATen/ops/result_type.h>
+#include <c10/core/Contiguity.h>
 
 #include <algorithm>
 
@@ -52,19 +53,8 @@ inline void check_mask(const char* op, const at::Tensor& mask, at::IntArrayRef s
       mask.scalar_type() == at::kByte && mask.is_contiguous() && mask.numel() == (grad.numel() + 31) / 32 * 4, op,
       ": mask must be contiguous and have one bit for each element of grad, in words of 32, got ", mask.numel(),
       " elements of ", mask.scalar_type(), " for ", grad.numel());
-  bool dense = strides.size() == grad.sizes().size();
-  if (dense && grad.numel() > 0) { // each dimension begins where those below it end
-    at::DimVector dims;
-    for (int64_t d = 0; d < grad.dim(); ++d) {
-      if (grad.size(d) > 1) dims.push_back(d);
-    }
-    std::sort(dims.begin(), dims.end(), [&](int64_t a, int64_t b) { return strides[a] < strides[b]; });
-    int64_t expected = 1;
-    for (const int64_t d : dims) {
-      dense &= strides[d] == expected;
-      expected *= grad.size(d);
-    }
-  }
+  const bool dense = strides.size() == grad.sizes().size() &&
+                     (grad.numel() == 0 || c10::_compute_non_overlapping_and_dense(grad.sizes(), strides));
   TORCH_CHECK(
       dense, op, ": strides must be those of a dense tensor of the shape of grad, ", grad.sizes(), ", got ", strides);
 }
@@ -106,8 +96,8 @@ inline std::vector<at::Tensor> scale_add_backward(
   at::Tensor sums, totals[Sum::sums];
   if (sum) {
     // How many elements are worth a row. A block of the CUDA kernel has more than one channel where these are
-    // neighbours in memory; its figures were measured. On a CPU no float adds up more than a thousand elements:
-    // rounding would show.
+    // neighbours in memory; its figures were measured. On a CPU a float adds up no more than one or two
+    // thousand elements: rounding would show.
     const int64_t together =
         channel >= 0 && grad.stride(channel) == 1 ? std::clamp<int64_t>(channels, 1, 512 / grad.element_size()) : 1;
     constexpr int64_t kFew = 4096, kMany = 32768;
