@@ -117,11 +117,11 @@ __device__ Tensors<Op> load_tensors(const Operands<Op, T>& a, const int64_t (&of
   for (int t = 0; t < Op::tensors; ++t) {
     const int k = Op::first_tensor + t;
     const char* data = a.data[k] + offsets[k];
-    if (t > 0 && a.data[k] == nullptr) {
+    if (Op::has_residual && t == 1 && a.data[k] == nullptr) {
       loaded.words[t] = make_uint4(0, 0, 0, 0); // which nothing reads
     } else if (kAccess == Access::kAny) {
       loaded.words[t] = load<T>(data, a.kind[k], a.element_strides[k], count);
-    } else if (whole && (kAccess <= Access::kWhole || a.kind[k] == Kind::kVectors)) {
+    } else if (whole && (kAccess <= Access::kAlike || a.kind[k] == Kind::kVectors)) {
       loaded.words[t] = *reinterpret_cast<const uint4*>(data);
     } else {
       loaded.words[t] = load<T>(data, is_run<kAccess> ? Kind::kStrided : Kind::kUniform, sizeof(T), count);
@@ -155,7 +155,7 @@ __device__ Parameters<Op, T> load_parameters(
   for (int p = 0; p < Op::parameters; ++p) {
     const int k = Op::first_parameter + p;
     const char* data = a.data[k] + offsets[k];
-    const bool wide = std::is_same_v<T, C> || a.wide[k];
+    const bool wide = std::is_same_v<T, C> || a.template is_wide<kAccess>(k);
     if (a.kind[k] == Kind::kAbsent) {
       loaded.lanes[p][0] = a.numbers[p];
     } else if (is_uniform<kAccess> || a.kind[k] == Kind::kUniform) {
@@ -192,7 +192,7 @@ __device__ void spread(Parameters<Op, T>& loaded, const Operands<Op, T>& a) {
 #pragma unroll
   for (int p = 0; p < Op::parameters; ++p) {
     const int k = Op::first_parameter + p;
-    const bool wide = std::is_same_v<T, C> || a.wide[k] || a.kind[k] == Kind::kAbsent;
+    const bool wide = std::is_same_v<T, C> || a.template is_wide<kAccess>(k) || a.kind[k] == Kind::kAbsent;
     if (!wide) unpack<T>(loaded.lanes[p], loaded.words[p]);
     if (is_uniform<kAccess> || a.kind[k] == Kind::kAbsent || a.kind[k] == Kind::kUniform) {
 #pragma unroll
@@ -243,12 +243,14 @@ __device__ unsigned compute(
       if (is_whole<kAccess> || i < count) visit(i, values);
     }
   };
-  if (Op::tensors > 1 && a.data[Op::first_tensor + 1] == nullptr) {
+  // Each apart: the compiler then leaves out what adds nothing.
+  if (Op::has_residual && a.data[Op::first_tensor + 1] == nullptr) {
 #pragma unroll
     for (int i = 0; i < kLanes<T>; ++i) tensors[Op::tensors - 1][i] = ops::nothing<C>();
-    if constexpr (Op::sums == 0) evaluate_lanes(); // apart: the compiler then leaves out what adds nothing
+    evaluate_lanes();
+  } else {
+    evaluate_lanes();
   }
-  if (Op::sums > 0 || Op::tensors == 1 || a.data[Op::first_tensor + 1] != nullptr) evaluate_lanes();
   unsigned bits = 0;
 #pragma unroll
   for (int k = 0; k < Op::outputs; ++k) {

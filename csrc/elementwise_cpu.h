@@ -95,7 +95,6 @@ struct SumLauncher {
   template <class T>
   static void add_rows(const char* sums, const Call& call, const Call::Total& total) {
     using C = at::opmath_type<T>;
-    if (total.data == nullptr) return;
     const int64_t channels = call.row_bytes / sizeof(C), count = total.one ? 1 : channels;
     using Wide = std::conditional_t<ops::is_complex<C>, c10::complex<double>, double>; // there may be many rows
     std::vector<Wide> sum(count);

@@ -41,8 +41,8 @@ struct Call {
   char* sums = nullptr;
   int64_t rows = 0, row_bytes = 0, sum_bytes = 0;
 
-  // Where the rows of sums number s, added up, go, unless data is null: as many numbers as there are channels, or one
-  // for all of them, of the compute type (wide) or of `dtype`.
+  // Where the rows of sums number s, added up, go: as many numbers as there are channels, or one for all of them, of
+  // the compute type (wide) or of `dtype`.
   struct Total {
     void* data = nullptr;
     bool wide = false, one = false;

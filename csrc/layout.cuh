@@ -39,7 +39,9 @@ enum class Access {
   kFlat, // every tensor is one run of vectors, every parameter one number
   kChannels, // every tensor is one run of vectors, each of them of one channel
   kAcross, // every tensor is one run of vectors, each of them across neighbouring channels
+  kAcrossWide, // the same, and parameters are of the compute type, which is another
   kWhole, // along dimension 0 every tensor has whole vectors only
+  kAlike, // the same, and all have the same strides
   kRows, // the same, or one element over and over
   kAny,
   kTiles, // kAny where some tensor is contiguous along dimension 1: a block goes through a tile of dimensions 0 and 1
@@ -61,7 +63,7 @@ struct Operands {
 
   char* data[kCount]; // null where absent
   Kind kind[kCount];
-  bool wide[kCount]; // a parameter of type C, not T
+  bool wide[kCount]; // of a parameter: is it of type C?
   int64_t element_strides[kCount]; // from one lane of a vector to the next
   C numbers[Op::parameters + 1]; // + 1: an array must not be empty
   uint32_t* mask;
@@ -91,6 +93,13 @@ struct Operands {
               : element_strides[k] == (wide[k] ? sizeof(C) : sizeof(T)) && is_aligned(operand.data);
       kind[k] = element_strides[k] == 0 ? Kind::kUniform : vectors ? Kind::kVectors : Kind::kStrided;
     }
+  }
+
+  // Is parameter k of type C, not T?
+  template <Access kAccess = Access::kAny>
+  C10_HOST_DEVICE bool is_wide(int k) const {
+    if (std::is_same_v<T, C> || kAccess == Access::kAcross) return false;
+    return kAccess == Access::kAcrossWide || wide[k];
   }
 
   // A vector may begin so many bytes further.
@@ -142,13 +151,31 @@ struct Layout {
     return rows;
   }
 
+  // Of all tensors, or of the first, whose offset then is that of all: fewer registers leave room for more threads.
+  static constexpr bool has_offset(int k) {
+    return kAccess != Access::kAlike || k == Op::first_tensor;
+  }
+
   // Adds the offsets of item `index` of all dimensions; returns its index in the first.
   __device__ int64_t add_offsets(int64_t index, int64_t (&offsets)[kCount]) const {
+    const int64_t first = add_distinct_offsets(index, offsets);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if (has_offset(k) || Operands<Op, T>::is_parameter(k)) continue;
+      const int64_t offset = offsets[Op::first_tensor];
+      offsets[k] = k == Op::mask_operand ? offset / static_cast<int>(sizeof(T)) : offset;
+    }
+    return first;
+  }
+
+  __device__ int64_t add_distinct_offsets(int64_t index, int64_t (&offsets)[kCount]) const {
     int64_t first = 0;
     if (!narrow) {
       first = index;
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) offsets[k] += index * strides[0][k];
+      for (int k = 0; k < kCount; ++k) {
+        if (has_offset(k)) offsets[k] += index * strides[0][k];
+      }
       return first;
     }
     uint32_t rest = static_cast<uint32_t>(index), sums[kCount] = {};
@@ -163,10 +190,14 @@ struct Layout {
       }
       if (d == 0) first = i;
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) sums[k] += i * static_cast<uint32_t>(strides[d][k]);
+      for (int k = 0; k < kCount; ++k) {
+        if (has_offset(k)) sums[k] += i * static_cast<uint32_t>(strides[d][k]);
+      }
     }
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) offsets[k] += static_cast<int32_t>(sums[k]);
+    for (int k = 0; k < kCount; ++k) {
+      if (has_offset(k)) offsets[k] += static_cast<int32_t>(sums[k]);
+    }
     return first;
   }
 };
@@ -186,8 +217,9 @@ struct Layout<Op, T, Access::kFlat, kMaxDims> {
 // One run of vectors, in which the channels come round again and again.
 template <class Op, class T, Access kAccess>
 struct RunOfChannels : Layout<Op, T, Access::kFlat> {
-  Divider run, channels; // how many vectors lie in one channel; how many channels (kAcross: vectors of them) there are
+  Divider run, channels; // how many vectors lie in one channel; how many channels (vectors of them, across) there are
   int64_t strides[Op::parameters];
+  static constexpr bool kAlong = kAccess == Access::kChannels;
 
   // The same as `rows`, if that is possible.
   static std::optional<RunOfChannels> make(
@@ -199,6 +231,8 @@ struct RunOfChannels : Layout<Op, T, Access::kFlat> {
         if (operands.kind[k] == Kind::kAbsent) continue;
         if (!Operands<Op, T>::is_parameter(k)) {
           if (rows.strides[d][k] != vectors * Operands<Op, T>::vector_stride(k)) return {};
+        } else if (!kAlong && operands.is_wide(k) != (kAccess == Access::kAcrossWide)) {
+          return {};
         } else if (rows.strides[d][k] != 0) {
           if (channel >= 0 && channel != d) return {};
           channel = d;
@@ -207,7 +241,7 @@ struct RunOfChannels : Layout<Op, T, Access::kFlat> {
       if (channel == d) run = vectors;
       vectors *= d == 0 ? plan.sizes[0] / kLanes<T> : plan.sizes[d];
     }
-    if (channel < 0 || (channel == 0) != (kAccess == Access::kAcross)) return {};
+    if (channel < 0 || (channel == 0) == kAlong) return {};
     RunOfChannels layout;
     layout.run = Divider(static_cast<uint32_t>(run));
     layout.channels = Divider(static_cast<uint32_t>(channel == 0 ? plan.sizes[0] / kLanes<T> : plan.sizes[channel]));
@@ -217,7 +251,7 @@ struct RunOfChannels : Layout<Op, T, Access::kFlat> {
 
   __device__ int64_t add_offsets(int64_t index, int64_t (&offsets)[ops::operands<Op>]) const {
     const auto vector = static_cast<uint32_t>(index);
-    const uint32_t channel = channels.mod(kAccess == Access::kAcross ? vector : run.div(vector));
+    const uint32_t channel = channels.mod(kAlong ? run.div(vector) : vector);
 #pragma unroll
     for (int p = 0; p < Op::parameters; ++p) offsets[Op::first_parameter + p] += channel * strides[p];
     return Layout<Op, T, Access::kFlat>::add_offsets(index, offsets);
@@ -227,6 +261,8 @@ template <class Op, class T>
 struct Layout<Op, T, Access::kChannels, kMaxDims> : RunOfChannels<Op, T, Access::kChannels> {};
 template <class Op, class T>
 struct Layout<Op, T, Access::kAcross, kMaxDims> : RunOfChannels<Op, T, Access::kAcross> {};
+template <class Op, class T>
+struct Layout<Op, T, Access::kAcrossWide, kMaxDims> : RunOfChannels<Op, T, Access::kAcrossWide> {};
 
 template <class Op, class T>
 struct Layout<Op, T, Access::kTiles, kMaxDims> : Layout<Op, T, Access::kAny> {

@@ -70,6 +70,9 @@ struct MapLauncher {
           if constexpr (Op::parameters > 0) {
             if (launch_channels<T, Access::kChannels>(plan, call, {count, row_length, of_rows, rows})) return;
             if (launch_channels<T, Access::kAcross>(plan, call, {count, row_length, of_rows, rows})) return;
+            if constexpr (!std::is_same_v<T, at::opmath_type<T>>) {
+              if (launch_channels<T, Access::kAcrossWide>(plan, call, {count, row_length, of_rows, rows})) return;
+            }
           }
           launch(plan, call, MapArguments<Op, T, Access::kRows>{count, row_length, of_rows, rows});
           return;

@@ -43,11 +43,12 @@ struct Values {
 };
 
 // An op: how many outputs it has at each element, from how many tensors' elements and how many parameters (numbers for
-// the whole tensor, or for each channel). Of the tensors any but the first may be absent.
+// the whole tensor, or for each channel).
 template <int kTensors, int kParameters = 0, int kOutputs = 1>
 struct Map {
   static constexpr int tensors = kTensors, parameters = kParameters, outputs = kOutputs;
   static constexpr int sums = 0; // of something at every element of a channel
+  static constexpr bool has_residual = false; // the second tensor, which may be absent
   static constexpr bool writes_mask = false; // one bit an element, by keeps(output)
   static constexpr bool reads_mask = false; // which is then call's first argument
   static constexpr const char* parameter_names[] = {nullptr}; // an op with parameters names them
@@ -113,6 +114,7 @@ struct ReLUBackward : Map<2> {
 // y = x * factor + value, and + residual where that is given; and the same with a ReLU.
 struct ScaleAdd : Map<2, 2> {
   static constexpr const char *name = "scale_add", *parameter_names[] = {"factor", "value"};
+  static constexpr bool has_residual = true;
   template <class T>
   static constexpr bool takes = AddScalar::takes<T>;
 
@@ -136,28 +138,45 @@ struct ScaleAddReLU : ScaleAdd {
     return ReLU::keeps(y);
   }
 };
-// All derivatives at once: by x and by residual, and what the element adds to those by factor and by value. Without a
-// mask everything is kept.
-struct ScaleAddBackward : Map<2, 1, 2> {
+// All derivatives at once: by x, by residual, and what the element adds to that by value. Without a mask everything is
+// kept. What needs the derivative by factor needs x, too.
+struct ScaleAddBackward : Map<1, 1, 2> {
   static constexpr const char *name = "scale_add_backward", *parameter_names[] = {"factor"};
   static constexpr bool reads_mask = true;
   template <class T>
   static constexpr bool takes = std::is_floating_point_v<T> || is_complex<T>;
 
   template <class T>
-  C10_HOST_DEVICE static Values<T, 4> call(bool keep, T grad, T x, T factor) {
+  C10_HOST_DEVICE static Values<T, 3> call(bool keep, T grad, T factor) {
     const T kept = keep ? grad : T(0);
-    return {kept * conj(factor), kept, kept * conj(x), kept};
+    return {kept * conj(factor), kept, kept};
   }
 };
-struct ScaleAddBackwardSum : ScaleAddBackward {
+struct ScaleAddBackwardValue : ScaleAddBackward {
+  static constexpr int sums = 1;
+};
+struct ScaleAddBackwardFactorValue : Map<2, 1, 2> {
+  static constexpr const char *name = ScaleAddBackward::name, *parameter_names[] = {"factor"};
+  static constexpr bool reads_mask = true;
   static constexpr int sums = 2;
+  template <class T>
+  static constexpr bool takes = ScaleAddBackward::takes<T>;
+
+  template <class T>
+  C10_HOST_DEVICE static Values<T, 4> call(bool keep, T grad, T x, T factor) {
+    const auto by = ScaleAddBackward::call(keep, grad, factor);
+    return {by.value[0], by.value[1], by.value[1] * conj(x), by.value[2]};
+  }
+};
+struct ScaleAddBackwardFactor : ScaleAddBackwardFactorValue {
+  static constexpr int sums = 1;
 };
 
 // What csrc/forward and csrc/backward compile, for each device.
 template <class... Ops>
 struct List {};
 using Forward = List<Scale, AddScalar, ReLU, ScaleAdd, ScaleAddReLU>;
-using Backward = List<ReLUBackward, ScaleAddBackward, ScaleAddBackwardSum>;
+using Backward =
+    List<ReLUBackward, ScaleAddBackward, ScaleAddBackwardFactor, ScaleAddBackwardValue, ScaleAddBackwardFactorValue>;
 
 } // namespace my_cuda_op::ops

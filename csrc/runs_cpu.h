@@ -218,7 +218,6 @@ struct Runs {
         if (call.present[k] && out[k] == outputs[k]) scatter<T>(out[k], at(k), strides[k], count);
       }
       for (int s = 0; s < Op::sums; ++s) {
-        if (call.totals[s].data == nullptr) continue;
         C* total = reinterpret_cast<C*>(sums + s * call.sum_bytes + i * sum_stride);
         sum_stride == 0 ? add_along(total, terms[s], count) : add_across(total, terms[s], count);
       }

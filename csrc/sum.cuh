@@ -14,10 +14,9 @@ struct SumArguments {
   bool add; // to what the sums are already
   char* sums;
   int64_t sum_stride, row_bytes, sum_bytes; // from channel to channel, row to row, sum to sum
-  int64_t step_strides[ops::operands<Op>]; // of so many items, where they are one dimension
   int64_t channel_strides[ops::operands<Op>]; // of a step along blockIdx.x: a channel, or a vector of them
   Operands<Op, T> operands;
-  // Without the channels' dimension. Two others are as many as kWhole needs here: batch and image.
+  // Without the channels' dimension. Two others are as many as all but kAny need here: batch and image.
   Layout<Op, T, kAccess, kAccess == Access::kAny ? kMaxDims : kAcross ? 1 : 2> layout;
 };
 
@@ -39,9 +38,9 @@ __device__ C add_over_lanes(C value, int width) {
 template <class Op, class T, Access kAccess, bool kAcross>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const SumArguments<Op, T, kAccess, kAcross> a) {
   using C = at::opmath_type<T>;
-  // Vectors that a thread loads before it adds. Two keep the memory busier, where their lanes are few: the registers
-  // for eight of them leave room for too few threads.
-  constexpr int kTogether = kAccess == Access::kWhole && kAcross && kLanes<T> < 8 ? 2 : 1;
+  // The next vector is loaded before this one is added, where so many lanes have sums of their own that the registers
+  // leave room for few threads.
+  constexpr bool kAhead = kAccess == Access::kAlike && kAcross && kLanes<T> >= 8;
   constexpr int kSums = Op::sums, kChannels = kAcross ? kLanes<T> : 1, kWarps = kThreads / 32; // kChannels: a thread's
   const int width = kAcross ? a.width : 1;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * width + threadIdx.x % width;
@@ -56,40 +55,31 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const SumArguments<Op, T,
     for (int k = 0; k < ops::operands<Op>; ++k) start[k] = column * a.channel_strides[k];
     auto parameters = load_parameters<kAccess>(a.operands, start, kAcross ? across : kLanes<T>);
     spread<kAccess>(parameters, a.operands);
-    // Of item i; returns how many elements of the row are left there.
-    const auto go_to = [&](int64_t i, int64_t (&offsets)[ops::operands<Op>]) {
-#pragma unroll
-      for (int k = 0; k < ops::operands<Op>; ++k) offsets[k] = start[k];
-      return a.row_length - a.layout.add_offsets(i, offsets) * kLanes<T>;
+    struct Item {
+      int64_t offsets[ops::operands<Op>];
+      Tensors<Op> tensors;
+      int count;
     };
-    constexpr bool kSteps = kAccess == Access::kWhole && kAcross; // one dimension, in steps of equal length
-    int64_t i = begin + threadIdx.x / width, here[ops::operands<Op>];
-    if (kSteps) go_to(i, here);
-    for (; i < end; i += kTogether * a.step) {
-      int64_t offsets[kTogether][ops::operands<Op>];
-      Tensors<Op> tensors[kTogether];
-      int count[kTogether];
+    const auto load_item = [&](int64_t i) {
+      Item item;
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        if (i + j * a.step >= end) break;
-        int64_t left = kLanes<T>;
-        if (!kSteps) left = go_to(i + j * a.step, offsets[j]);
+      for (int k = 0; k < ops::operands<Op>; ++k) item.offsets[k] = start[k];
+      const int64_t left = a.row_length - a.layout.add_offsets(i, item.offsets) * kLanes<T>;
+      item.count = kAcross ? across : left < kLanes<T> ? static_cast<int>(left) : kLanes<T>;
+      item.tensors = load_tensors<kAccess>(a.operands, item.offsets, item.count);
+      return item;
+    };
+    int64_t i = begin + threadIdx.x / width;
+    Item next;
+    if (kAhead && i < end) next = load_item(i);
+    for (; i < end; i += a.step) {
+      const Item item = kAhead ? next : load_item(i);
+      if (kAhead && i + a.step < end) next = load_item(i + a.step);
+      compute<kAccess, false>(
+          a.operands, item.offsets, item.tensors, parameters, item.count, [&](int lane, const auto& values) {
 #pragma unroll
-        for (int k = 0; kSteps && k < ops::operands<Op>; ++k) offsets[j][k] = here[k] + j * a.step_strides[k];
-        count[j] = kAcross ? across : left < kLanes<T> ? static_cast<int>(left) : kLanes<T>;
-        tensors[j] = load_tensors<kAccess>(a.operands, offsets[j], count[j]);
-      }
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        if (i + j * a.step >= end) break;
-        const auto add = [&](int lane, const auto& values) {
-#pragma unroll
-          for (int s = 0; s < kSums; ++s) sums[s][kAcross ? lane : 0] += values.value[Op::outputs + s];
-        };
-        compute<kAccess, false>(a.operands, offsets[j], tensors[j], parameters, count[j], add);
-      }
-#pragma unroll
-      for (int k = 0; kSteps && k < ops::operands<Op>; ++k) here[k] += kTogether * a.step_strides[k];
+            for (int s = 0; s < kSums; ++s) sums[s][kAcross ? lane : 0] += values.value[Op::outputs + s];
+          });
     }
   }
 
@@ -216,12 +206,25 @@ struct SumLauncher {
       if (1 <= plan.ndim && plan.ndim - (channel >= 0) <= Whole::kDims) {
         const auto a = arguments<T, Access::kWhole, kAcross>(plan, call, channel, add);
         if (a.layout.suits(a.operands, a.row_length)) {
-          launch(plan, call, a);
+          are_alike<T>(a) ? launch(plan, call, arguments<T, Access::kAlike, kAcross>(plan, call, channel, add))
+                          : launch(plan, call, a);
           return;
         }
       }
     }
     launch(plan, call, arguments<T, Access::kAny, kAcross>(plan, call, channel, add));
+  }
+
+  template <class T, bool kAcross>
+  static bool are_alike(const SumArguments<Op, T, Access::kWhole, kAcross>& a) {
+    bool alike = true;
+    for (int k = 0; k < ops::operands<Op>; ++k) {
+      if (a.operands.kind[k] == Kind::kAbsent || Operands<Op, T>::is_parameter(k)) continue;
+      const int64_t unit = k == Op::mask_operand ? sizeof(T) : 1;
+      alike &= a.channel_strides[k] * unit == a.channel_strides[Op::first_tensor];
+      for (const auto& strides : a.layout.strides) alike &= strides[k] * unit == strides[Op::first_tensor];
+    }
+    return alike;
   }
 
   template <class T, Access kAccess, bool kAcross>
@@ -238,7 +241,6 @@ struct SumLauncher {
         .sum_stride = channel < 0 ? 0 : plan.operand[0].strides[channel],
         .row_bytes = call.row_bytes,
         .sum_bytes = call.sum_bytes,
-        .step_strides = {},
         .channel_strides = {},
         .operands = {plan, call, 1},
         .layout = decltype(Arguments::layout)(plan)};
@@ -258,7 +260,6 @@ struct SumLauncher {
     }
     while (kAcross && a.width < 32 && a.width < vectors<T>(a.channels)) a.width *= 2;
     a.step = kThreads / a.width;
-    for (int k = 0; k < ops::operands<Op>; ++k) a.step_strides[k] = a.step * a.layout.strides[0][k];
     return a;
   }
 

@@ -101,7 +101,8 @@ def test_a_cpu_number_as_a_tensor(op, kind, cuda):
     torch.testing.assert_close(actual, expected(op, [x, *parameters]))
 
 
-ACCESS = ["kFlat", "kChannels", "kAcross", "kWhole", "kRows", "kAny", "kTiles"]  # csrc/layout.cuh
+# csrc/layout.cuh
+ACCESS = ["kFlat", "kChannels", "kAcross", "kAcrossWide", "kWhole", "kAlike", "kRows", "kAny", "kTiles"]
 
 
 def kernels(call):
@@ -131,11 +132,11 @@ PATTERNS = {
     "rows": (lambda *a: data((2, 5, 32), *a)[:, 1:], "number", False, {"map kRows", "map kFlat"}),
     "strided": (lambda *a: data((2, 3, 64), *a)[..., ::2], "number", False, {"map kAny", "map kFlat"}),
     "odd rows": (lambda *a: data((2, 3, 7, 7), *a), "channel", False, {"map kAny", "map kFlat"}),
-    "learnable, NCHW": (lambda *a: data(IMAGES, *a), "channel", True, {"map kChannels", "sum kWhole"}),
-    "learnable, channels_last": (_channels_last, "channel", True, {"map kAcross", "sum kWhole"}),
-    "learnable, (N, C)": (lambda *a: data((40, 64), *a), "channel", True, {"map kAcross", "sum kWhole"}),
+    "learnable, NCHW": (lambda *a: data(IMAGES, *a), "channel", True, {"map kChannels", "sum kAlike"}),
+    "learnable, channels_last": (_channels_last, "channel", True, {"map kAcross", "sum kAlike"}),
+    "learnable, (N, C)": (lambda *a: data((40, 64), *a), "channel", True, {"map kAcross", "sum kAlike"}),
     "learnable, odd": (lambda *a: data((5, 3, 7), *a), "channel", True, {"map kAny", "map kFlat", "sum kAny"}),
-    "learnable, one": (lambda *a: data(IMAGES, *a), "one", True, {"map kFlat", "sum kWhole"}),
+    "learnable, one": (lambda *a: data(IMAGES, *a), "one", True, {"map kFlat", "sum kAlike"}),
 }
 
 
@@ -152,6 +153,30 @@ def test_every_access_pattern(pattern, dtype, cuda):
     assert seen == wanted
     tolerance = {torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
     torch.testing.assert_close(actual, expected(op, args), rtol=tolerance, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_sums_of_a_slice_beside_a_whole_tensor(dtype, layout, cuda):
+    input = data(IMAGES, dtype, cuda).contiguous(memory_format=layout)
+    n, c, h, w = IMAGES
+    grad = data((n, 2 * c, h, w), dtype, cuda).contiguous(memory_format=layout)[:, c:]
+    factor = data((c,), dtype, cuda)
+    actual, seen = kernels(lambda: torch.ops.my_cuda_op.scale_backward_factor(grad, input, factor, 1))
+    assert seen == {"sum kWhole"}
+    torch.testing.assert_close(actual, (grad * input).sum((0, 2, 3)), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("value_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("factor_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_parameters_wider_than_the_input(factor_dtype, value_dtype, cuda):
+    x, factor = _channels_last(torch.bfloat16, cuda), data((IMAGES[1],), factor_dtype, cuda)
+    wanted = {(False, False): "kAcross", (True, True): "kAcrossWide"}
+    for value in (data((IMAGES[1],), value_dtype, cuda), data((1,), value_dtype, cuda)):
+        actual, seen = kernels(lambda value=value: torch.ops.my_cuda_op.scale_add(x, factor, value))
+        wide = tuple(parameter.dtype == torch.float32 for parameter in (factor, value))
+        assert seen == {f"map {wanted.get(wide, 'kRows')}"}
+        torch.testing.assert_close(actual, OPS["scale_add"].expected(x, factor, value))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

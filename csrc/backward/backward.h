@@ -59,6 +59,27 @@ inline void check_mask(const char* op, const at::Tensor& mask, at::IntArrayRef s
       dense, op, ": strides must be those of a dense tensor of the shape of grad, ", grad.sizes(), ", got ", strides);
 }
 
+// How many rows of partial sums are worth adding up. `across`: neighbours in memory are of different channels.
+inline int64_t number_of_rows(
+    const at::Tensor& grad, int64_t channels, bool across, at::ScalarType dtype, const Needs& needs) {
+  // A block of the CUDA kernel has so many channels: 32 vectors, at the most, lie side by side in it.
+  const int64_t together = across ? std::clamp<int64_t>(channels, 1, 512 / grad.element_size()) : 1;
+  const int64_t elements = grad.numel() / std::max<int64_t>(channels, 1) * together; // of all rows of such channels
+  int64_t share, most; // elements of a row, at the least; rows
+  if (grad.is_cpu()) { // no more than one or two thousand elements in the sum of a float: rounding would show
+    share = across ? std::min<int64_t>(1024 * together, 32768) : 4096;
+    most = grad.numel();
+  } else if (across) { // what was fastest on an H200: 4 or 8 blocks for each of 132 multiprocessors, and no remainder
+    const int64_t blocks = (c10::elementSize(dtype) == 2 ? 4 : 8) * 132, columns = channels / together;
+    share = 8192;
+    most = (columns > blocks / 8 ? 8 : 1) * blocks / columns;
+  } else {
+    share = needs.input || needs.factor || needs.residual ? 4096 : 16384;
+    most = 1024;
+  }
+  return std::max<int64_t>(std::min(elements / share, most), 1);
+}
+
 // The gradients of scale_add and scale_add_relu that are needed, in one pass. `input` is needed for the factor's; the
 // mask is that of scale_add_relu, whose output had these strides. Gradients of parameters are summed up in two steps:
 // the kernel writes rows of partial sums, each of a fixed share of the elements, in the compute type, and then adds up
@@ -74,7 +95,7 @@ inline std::vector<at::Tensor> scale_add_backward(
     int64_t dim,
     Needs needs) {
   using Op = ops::ScaleAddBackward;
-  using Sum = ops::ScaleAddBackwardSum;
+  using WithInput = ops::ScaleAddBackwardFactorValue;
   const auto* factor_tensor = std::get_if<at::Tensor>(&factor);
   if (needs.factor) {
     TORCH_CHECK(factor_tensor != nullptr, name, ": factor must be a tensor where its gradient is needed, got a number");
@@ -93,28 +114,17 @@ inline std::vector<at::Tensor> scale_add_backward(
   at::TensorIteratorConfig config;
   config.set_check_mem_overlap(false).check_all_same_dtype(false).resize_outputs(false);
   const bool sum = needs.factor || needs.value;
-  at::Tensor sums, totals[Sum::sums];
+  const int factor_sum = 0, value_sum = needs.factor ? 1 : 0; // the numbers of the sums
+  at::Tensor sums, factor_total, value_total;
   if (sum) {
-    // How many elements are worth a row. A block of the CUDA kernel has more than one channel where these are
-    // neighbours in memory; its figures were measured. On a CPU a float adds up no more than one or two
-    // thousand elements: rounding would show.
-    const int64_t together =
-        channel >= 0 && grad.stride(channel) == 1 ? std::clamp<int64_t>(channels, 1, 512 / grad.element_size()) : 1;
-    constexpr int64_t kFew = 4096, kMany = 32768;
-    int64_t share = together == 1 ? kFew : std::min(1024 * together, kMany), most = grad.numel();
-    if (grad.is_cuda()) {
-      share = together > 1 || c10::elementSize(call.dtype) == 2 ? kMany : kFew;
-      most = 1024;
-    }
-    const int64_t rows = grad.numel() / std::max<int64_t>(channels, 1) * together / share;
-    call.rows = std::max<int64_t>(std::min(rows, most), 1);
-    sums = at::empty({Sum::sums, call.rows, channels}, grad.options().dtype(compute_type(call.dtype)));
+    call.rows = number_of_rows(grad, channels, channel >= 0 && grad.stride(channel) == 1, call.dtype, needs);
+    sums = at::empty({needs.factor + needs.value, call.rows, channels}, grad.options().dtype(compute_type(call.dtype)));
     if (grad.numel() == 0) sums.zero_();
     call.sums = static_cast<char*>(sums.data_ptr());
     call.row_bytes = channels * sums.element_size();
     call.sum_bytes = call.rows * call.row_bytes;
-    if (needs.factor) totals[0] = empty_total(call.totals[0], *factor_tensor, call.dtype, options);
-    if (needs.value) totals[1] = empty_total(call.totals[1], value, call.dtype, options);
+    if (needs.factor) factor_total = empty_total(call.totals[factor_sum], *factor_tensor, call.dtype, options);
+    if (needs.value) value_total = empty_total(call.totals[value_sum], value, call.dtype, options);
     const at::Tensor first = sums[0][0];
     config.add_owned_output(broadcast(first, grad.dim(), channel).expand(grad.sizes()));
   }
@@ -134,23 +144,28 @@ inline std::vector<at::Tensor> scale_add_backward(
   call.present.set(Op::first_tensor);
   if (needs.factor) {
     config.add_owned_const_input(input.to(call.dtype));
-    call.present.set(Op::first_tensor + 1);
+    call.present.set(WithInput::first_tensor + 1);
   }
-  add_parameter<Op>(config, call, grad, 0, needs.input ? factor : at::Scalar(1), dim);
+  const auto add_factor = needs.factor ? &add_parameter<WithInput> : &add_parameter<Op>;
+  add_factor(config, call, grad, 0, needs.input ? factor : at::Scalar(1), dim);
   if (mask.defined()) {
     // It has no bytes for TensorIterator to address: element n of the output is bit n.
     call.mask = static_cast<uint8_t*>(mask.data_ptr());
     config.add_owned_const_input(
         at::from_blob(call.mask, grad.sizes(), strides, [](void*) {}, mask.options(), mask.device()));
-    call.present.set(Op::mask_operand);
+    call.present.set(needs.factor ? WithInput::mask_operand : Op::mask_operand);
   }
   auto iter = config.build();
-  (sum ? kernel<Sum> : kernel<Op>)(grad.device().type())(iter, call);
+  const auto find_kernel = needs.factor && needs.value ? &kernel<WithInput>
+                           : needs.factor              ? &kernel<ops::ScaleAddBackwardFactor>
+                           : needs.value               ? &kernel<ops::ScaleAddBackwardValue>
+                                                       : &kernel<Op>;
+  find_kernel(grad.device().type())(iter, call);
 
   std::vector<at::Tensor> gradients;
   if (needs.input) gradients.push_back(outputs[0]);
-  if (needs.factor) gradients.push_back(as_gradient(totals[0], *factor_tensor));
-  if (needs.value) gradients.push_back(as_gradient(totals[1], value));
+  if (needs.factor) gradients.push_back(as_gradient(factor_total, *factor_tensor));
+  if (needs.value) gradients.push_back(as_gradient(value_total, value));
   if (needs.residual) gradients.push_back(outputs[1]);
   return gradients;
 }
