@@ -11,13 +11,15 @@
 
 namespace my_cuda_op::cpu {
 
-// Calls f with the operands' pointers at each row.
-template <class F>
-void for_each_row(int operands, char** data, const int64_t* row_strides, int64_t rows, const F& f) {
+// Calls f(pointers, elements, period) for each row, or once, if the rows are one run (see Runs).
+template <class Runs, class F>
+void for_each_row(
+    const Runs& runs, int operands, char** data, const int64_t* row_strides, int64_t length, int64_t rows, const F& f) {
+  if (rows > 1 && runs.are_one_run(row_strides, length)) return f(data, length * rows, length);
   for (int64_t j = 0; j < rows; ++j) {
     std::array<char*, kMaxOperands> row{};
     for (int k = 0; k < operands; ++k) row[k] = data[k] + j * row_strides[k];
-    f(row.data());
+    f(row.data(), length, 0);
   }
 }
 
@@ -42,11 +44,12 @@ struct MapLauncher {
       const char* output = static_cast<const char*>(iter.data_ptr(0));
       const auto loop = [&](char** data, const int64_t* strides, int64_t size0, int64_t size1) {
         Runs<Op, T> runs(iter, call, strides);
-        for_each_row(iter.ntensors(), data, strides + iter.ntensors(), size1, [&](char** row) {
+        const auto run = [&](char** row, int64_t n, int64_t period) {
           uint8_t* mask = call.mask;
           if (Op::writes_mask && mask != nullptr) mask += (row[0] - output) / sizeof(T) / 8;
-          runs(row, size0, nullptr, 0, Op::writes_mask ? mask : nullptr);
-        });
+          runs(row, n, period, nullptr, 0, Op::writes_mask ? mask : nullptr);
+        };
+        for_each_row(runs, iter.ntensors(), data, strides + iter.ntensors(), size0, size1, run);
       };
       if (!Op::writes_mask || call.mask == nullptr) return iter.for_each(loop);
       // In whole bytes of the mask: two threads that write into one would undo each other's bits.
@@ -59,7 +62,7 @@ struct MapLauncher {
   }
 };
 
-constexpr int64_t kShort = 16; // elements of a row, such as few channels
+constexpr int64_t kShort = 6; // elements of a row, such as few channels
 
 template <class Op>
 struct SumLauncher {
@@ -74,9 +77,10 @@ struct SumLauncher {
             std::swap(size0, size1);
           }
           Runs<Op, decltype(zero)> runs(iter, call, strides);
-          for_each_row(iter.ntensors(), data, row_strides, size1, [&](char** row) {
-            runs(row, size0, row[0] + r * call.row_bytes, strides[0]);
-          });
+          const auto run = [&](char** row, int64_t n, int64_t period) {
+            runs(row, n, period, row[0] + r * call.row_bytes, strides[0]);
+          };
+          for_each_row(runs, iter.ntensors(), data, row_strides, size0, size1, run);
         };
         char* row = call.sums + r * call.row_bytes;
         for (int s = 0; s < Op::sums; ++s) std::memset(row + s * call.sum_bytes, 0, call.row_bytes);

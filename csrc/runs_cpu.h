@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "bits_cpu.h"
@@ -118,6 +119,15 @@ struct Runs {
     if (Op::reads_mask && !call.present[Op::mask_operand]) std::fill_n(keep, kBlock, 1);
   }
 
+  // Are rows of `length` elements, which lie so far apart, one run, in which parameters and sums come round again?
+  bool are_one_run(const int64_t* row_strides, int64_t length) const {
+    bool one = std::lcm(length, 8) <= kBlock && (Op::sums == 0 || row_strides[0] == 0);
+    for (int k = 0; k < ops::operands<Op>; ++k) {
+      if (call.present[k]) one &= row_strides[number[k]] == (is_parameter(k) ? 0 : length * strides[k]);
+    }
+    return one;
+  }
+
   static constexpr bool is_tensor(int k) {
     return Op::first_tensor <= k && k < Op::first_parameter;
   }
@@ -159,17 +169,22 @@ struct Runs {
     for (int lane = 0; lane < kLanes; ++lane) *sum += lanes[lane];
   }
 
-  // Of elements that go through the channels.
-  MULTIVERSIONED static void add_across(C* sums, const C* terms, int64_t n) {
-    INDEPENDENT_ITERATIONS
-    for (int64_t i = 0; i < n; ++i) sums[i] += terms[i];
+  // Of n elements that go through the channels, again and again.
+  MULTIVERSIONED static void add_across(C* sums, const C* terms, int64_t channels, int64_t n) {
+    for (int64_t first = 0; first < n; first += channels) {
+      INDEPENDENT_ITERATIONS
+      for (int64_t i = 0; i < channels; ++i) sums[i] += terms[first + i];
+    }
   }
 
   // One run of n elements. The partial sums, of an op that has some, are at sums, `sum_stride` bytes apart. The mask,
-  // of an op that writes one, begins with that of the first element.
-  void operator()(char** data, int64_t n, char* sums = nullptr, int64_t sum_stride = 0, uint8_t* mask = nullptr) {
+  // of an op that writes one, begins with that of the first element. With a period, parameters and sums have so many
+  // elements, and come round again.
+  void operator()(
+      char** data, int64_t n, int64_t period, char* sums = nullptr, int64_t sum_stride = 0, uint8_t* mask = nullptr) {
     const bool unbuffered = is_contiguous && is_uniform && !Op::reads_mask && Op::sums == 0 && mask == nullptr;
-    const int64_t step = unbuffered ? n : kBlock;
+    const int64_t whole = std::lcm(std::max<int64_t>(period, 1), 8); // periods, and bytes of the mask
+    const int64_t step = unbuffered ? n : kBlock / whole * whole;
     for (int64_t i = 0; i < n; i += step) {
       const int64_t count = std::min(step, n - i);
       const auto at = [&](int k) { return data[number[k]] + i * strides[k]; };
@@ -204,8 +219,11 @@ struct Runs {
         for (int p = 0; p < Op::parameters; ++p) {
           const int k = Op::first_parameter + p;
           arrays[p] = parameters[p];
-          if (strides[k] != 0) {
+          if (strides[k] != 0 && period == 0) {
             arrays[p] = gather_parameter(k, at(k), count);
+          } else if (strides[k] != 0 && i == 0) {
+            const C* once = gather_parameter(k, at(k), period);
+            for (int64_t j = 0; j < count; j += period) std::copy_n(once, period, parameters[p] + j);
           } else if (i == 0) {
             const C value = call.present[k] ? *gather_parameter(k, at(k), 1) : parameters[p][0];
             std::fill_n(parameters[p], count, value);
@@ -218,8 +236,12 @@ struct Runs {
         if (call.present[k] && out[k] == outputs[k]) scatter<T>(out[k], at(k), strides[k], count);
       }
       for (int s = 0; s < Op::sums; ++s) {
-        C* total = reinterpret_cast<C*>(sums + s * call.sum_bytes + i * sum_stride);
-        sum_stride == 0 ? add_along(total, terms[s], count) : add_across(total, terms[s], count);
+        C* total = reinterpret_cast<C*>(sums + s * call.sum_bytes + (period == 0 ? i * sum_stride : 0));
+        if (sum_stride == 0) {
+          add_along(total, terms[s], count);
+        } else {
+          add_across(total, terms[s], period == 0 ? count : period, count);
+        }
       }
       if constexpr (Op::writes_mask) {
         if (mask != nullptr) write_bits(at(0), count, mask + i / 8);
