@@ -275,6 +275,8 @@ class ScaleAdd(Function):
         by_input, by_factor, by_value, by_residual = (next(gradients) if need else None for need in needs)
         if by_input is not None:
             by_input = _like(by_input, ctx.dtype)
+            if grad.is_complex() and not torch.result_type(by_input, factor).is_complex:
+                by_input = by_input.clone()  # no view of what is twice as large, since stock's product was real
         if by_residual is not None:
             by_residual = _like(by_residual, ctx.dtype)
         return by_input, by_factor, by_value, by_residual, None

@@ -128,6 +128,9 @@ def test_forward_is_that_of_stock(call, inplace, device):
 @hypothesis.example(  # computed in complex64, rounded to bfloat16
     call=(OPS["scale_add"], (1, 17, 8, 8), torch.bfloat16, 1, [1.5 - 2j] * 2, [MISALIGNED] * 2, [])
 )
+@hypothesis.example(  # whose gradient is the real part of a complex one
+    call=(OPS["scale_add"], (2, 3, 1, 4), torch.float32, 1, [0.5, 1.5 - 2j], [MISALIGNED] * 2, [])
+)
 def test_gradients_are_those_of_stock(call, device):
     op, input, parameters, dim, grad = build(call, device)
     hypothesis.assume(any(map(differentiable, (input, *parameters))))

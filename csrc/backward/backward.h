@@ -70,7 +70,7 @@ inline int64_t number_of_rows(
     share = across ? std::min<int64_t>(1024 * together, 32768) : 4096;
     most = grad.numel();
   } else if (across) { // what was fastest on an H200: 4 or 8 blocks for each of 132 multiprocessors, and no remainder
-    const int64_t blocks = (c10::elementSize(dtype) == 2 ? 4 : 8) * 132, columns = channels / together;
+    const int64_t blocks = (c10::elementSize(dtype) == 2 ? 4 : 8) * 132, columns = std::max<int64_t>(channels / together, 1);
     share = 8192;
     most = (columns > blocks / 8 ? 8 : 1) * blocks / columns;
   } else {
