@@ -41,6 +41,12 @@ __device__ void unpack(C (&lanes)[kLanes<T>], uint4 words) {
 #pragma unroll
   for (int i = 0; i < kLanes<T>; ++i) lanes[i] = static_cast<C>(vector.lane[i]);
 }
+// Gives every lane what is in the first one, later than load_first has loaded it, for the same reason.
+template <class C, int kCount>
+__device__ void repeat(C (&lanes)[kCount]) {
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) lanes[i] = lanes[0];
+}
 template <class T, class C>
 __device__ uint4 pack(const C (&lanes)[kLanes<T>]) {
   if constexpr (std::is_same_v<T, c10::BFloat16> || std::is_same_v<T, c10::Half>) { // one instruction rounds two
@@ -62,6 +68,13 @@ __device__ uint4 pack(const C (&lanes)[kLanes<T>]) {
     for (int i = 0; i < kLanes<T>; ++i) vector.lane[i] = static_cast<T>(lanes[i]);
     return as_words(vector);
   }
+}
+
+template <class T>
+__device__ uint4 load_first(const char* data) {
+  Vector<T> vector; // nothing reads the others
+  vector.lane[0] = *reinterpret_cast<const T*>(data);
+  return as_words(vector);
 }
 
 // `count` elements of T, `stride` bytes apart.
@@ -123,8 +136,10 @@ __device__ Tensors<Op> load_tensors(const Operands<Op, T>& a, const int64_t (&of
       loaded.words[t] = load<T>(data, a.kind[k], a.element_strides[k], count);
     } else if (whole && (kAccess <= Access::kAlike || a.kind[k] == Kind::kVectors)) {
       loaded.words[t] = *reinterpret_cast<const uint4*>(data);
+    } else if (kAccess == Access::kRows) {
+      loaded.words[t] = load_first<T>(data);
     } else {
-      loaded.words[t] = load<T>(data, is_run<kAccess> ? Kind::kStrided : Kind::kUniform, sizeof(T), count);
+      loaded.words[t] = load<T>(data, Kind::kStrided, sizeof(T), count);
     }
   }
   if constexpr (Op::reads_mask) {
@@ -162,9 +177,7 @@ __device__ Parameters<Op, T> load_parameters(
       if (wide) {
         loaded.lanes[p][0] = *reinterpret_cast<const C*>(data);
       } else {
-        Vector<T> vector{};
-        vector.lane[0] = *reinterpret_cast<const T*>(data);
-        loaded.words[p] = as_words(vector);
+        loaded.words[p] = load_first<T>(data);
       }
     } else if (wide) {
       constexpr int kPart = kLanes<C>; // lanes of one load
@@ -195,8 +208,7 @@ __device__ void spread(Parameters<Op, T>& loaded, const Operands<Op, T>& a) {
     const bool wide = std::is_same_v<T, C> || a.template is_wide<kAccess>(k) || a.kind[k] == Kind::kAbsent;
     if (!wide) unpack<T>(loaded.lanes[p], loaded.words[p]);
     if (is_uniform<kAccess> || a.kind[k] == Kind::kAbsent || a.kind[k] == Kind::kUniform) {
-#pragma unroll
-      for (int i = 1; i < kLanes<T>; ++i) loaded.lanes[p][i] = loaded.lanes[p][0];
+      repeat(loaded.lanes[p]);
     }
   }
 }
@@ -231,7 +243,10 @@ __device__ unsigned compute(
   const bool whole = is_whole<kAccess> || count == kLanes<T>;
   C tensors[Op::tensors][kLanes<T>], results[Op::outputs][kLanes<T>];
 #pragma unroll
-  for (int t = 0; t < Op::tensors; ++t) unpack<T>(tensors[t], loaded.words[t]);
+  for (int t = 0; t < Op::tensors; ++t) {
+    unpack<T>(tensors[t], loaded.words[t]);
+    if (kAccess == Access::kRows && a.kind[Op::first_tensor + t] == Kind::kUniform) repeat(tensors[t]);
+  }
   const auto evaluate_lanes = [&]() {
 #pragma unroll
     for (int i = 0; i < kLanes<T>; ++i) {
