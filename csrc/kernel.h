@@ -35,11 +35,12 @@ struct Call {
   uint8_t* mask = nullptr;
 
   // Row r of the partial sums number s begins at sums + r * row_bytes + s * sum_bytes. The iterator's operand is the
-  // first row, expanded to the tensors' shape. The kernel overwrites them, unless there is no element to add. Which
-  // elements a row adds up depends on shapes only, never on threads or timing, and so the result is the same from run
-  // to run.
+  // first row, expanded to the tensors' shape. The kernel overwrites them, or, where sums_are_zero, adds to them: so it
+  // must be where for_each_plan has several plans, or none. Which elements a row adds up depends on shapes only, never
+  // on threads or timing, and so the result is the same from run to run.
   char* sums = nullptr;
   int64_t rows = 0, row_bytes = 0, sum_bytes = 0;
+  bool sums_are_zero = false;
 
   // Where the rows of sums number s, added up, go: as many numbers as there are channels, or one for all of them, of
   // the compute type (wide) or of `dtype`.

@@ -11,7 +11,7 @@ struct SumArguments {
   int64_t row_length; // elements of dimension 0, or channels
   int width; // vectors side by side in a block: a power of 2, at most 32
   int step; // items that a block takes at once
-  bool add; // to what the sums are already
+  bool add; // to what the sums are already: the parts that for_each_plan splits work into come one after the other
   char* sums;
   int64_t sum_stride, row_bytes, sum_bytes; // from channel to channel, row to row, sum to sum
   int64_t channel_strides[ops::operands<Op>]; // of a step along blockIdx.x: a channel, or a vector of them
@@ -148,12 +148,10 @@ __global__ void __launch_bounds__(kThreads) total_kernel(const TotalArguments<at
 template <class Op>
 struct SumLauncher {
   static void launch(at::TensorIteratorBase& iter, const Call& call) {
-    bool add = false; // the parts of a tensor that for_each_plan splits come one after the other
     c10::Device device = c10::kCUDA;
     for_each_plan(iter, [&](const Plan& plan) {
       device = plan.device;
-      dispatch<Op>(call.dtype, [&](auto zero) { launch<decltype(zero)>(plan, call, add); });
-      add = true;
+      dispatch<Op>(call.dtype, [&](auto zero) { launch<decltype(zero)>(plan, call); });
     });
     dispatch<Op>(call.dtype, [&](auto zero) {
       launch_totals<decltype(zero)>(device, call, /*one=*/false);
@@ -185,34 +183,34 @@ struct SumLauncher {
   }
 
   template <class T>
-  static void launch(const Plan& plan, const Call& call, bool add) {
+  static void launch(const Plan& plan, const Call& call) {
     if (plan.numel == 0) return;
     int channel = -1; // the dimension; the sums are expanded along every other
     for (int d = 0; d < plan.ndim; ++d) {
       if (plan.operand[0].strides[d] != 0) channel = d;
     }
     if (channel == 0) {
-      launch<T, true>(plan, call, channel, add);
+      launch<T, true>(plan, call, channel);
     } else {
-      launch<T, false>(plan, call, channel, add);
+      launch<T, false>(plan, call, channel);
     }
   }
 
   // kAcross: vectors go across the channels, else along one.
   template <class T, bool kAcross>
-  static void launch(const Plan& plan, const Call& call, int channel, bool add) {
+  static void launch(const Plan& plan, const Call& call, int channel) {
     if constexpr (std::is_floating_point_v<at::opmath_type<T>>) {
       using Whole = decltype(SumArguments<Op, T, Access::kWhole, kAcross>::layout);
       if (1 <= plan.ndim && plan.ndim - (channel >= 0) <= Whole::kDims) {
-        const auto a = arguments<T, Access::kWhole, kAcross>(plan, call, channel, add);
+        const auto a = arguments<T, Access::kWhole, kAcross>(plan, call, channel);
         if (a.layout.suits(a.operands, a.row_length)) {
-          are_alike<T>(a) ? launch(plan, call, arguments<T, Access::kAlike, kAcross>(plan, call, channel, add))
+          are_alike<T>(a) ? launch(plan, call, arguments<T, Access::kAlike, kAcross>(plan, call, channel))
                           : launch(plan, call, a);
           return;
         }
       }
     }
-    launch(plan, call, arguments<T, Access::kAny, kAcross>(plan, call, channel, add));
+    launch(plan, call, arguments<T, Access::kAny, kAcross>(plan, call, channel));
   }
 
   template <class T, bool kAcross>
@@ -228,7 +226,7 @@ struct SumLauncher {
   }
 
   template <class T, Access kAccess, bool kAcross>
-  static SumArguments<Op, T, kAccess, kAcross> arguments(const Plan& plan, const Call& call, int channel, bool add) {
+  static SumArguments<Op, T, kAccess, kAcross> arguments(const Plan& plan, const Call& call, int channel) {
     using Arguments = SumArguments<Op, T, kAccess, kAcross>;
     Arguments a{
         .channels = channel < 0 ? 1 : plan.sizes[channel],
@@ -236,7 +234,7 @@ struct SumLauncher {
         .row_length = plan.ndim == 0 ? 1 : plan.sizes[0],
         .width = 1,
         .step = kThreads,
-        .add = add,
+        .add = call.sums_are_zero,
         .sums = plan.operand[0].data,
         .sum_stride = channel < 0 ? 0 : plan.operand[0].strides[channel],
         .row_bytes = call.row_bytes,

@@ -70,7 +70,8 @@ inline int64_t number_of_rows(
     share = across ? std::min<int64_t>(1024 * together, 32768) : 4096;
     most = grad.numel();
   } else if (across) { // what was fastest on an H200: 4 or 8 blocks for each of 132 multiprocessors, and no remainder
-    const int64_t blocks = (c10::elementSize(dtype) == 2 ? 4 : 8) * 132, columns = std::max<int64_t>(channels / together, 1);
+    const int64_t blocks = (c10::elementSize(dtype) == 2 ? 4 : 8) * 132,
+                  columns = std::max<int64_t>(channels / together, 1);
     share = 8192;
     most = (columns > blocks / 8 ? 8 : 1) * blocks / columns;
   } else {
@@ -119,7 +120,6 @@ inline std::vector<at::Tensor> scale_add_backward(
   if (sum) {
     call.rows = number_of_rows(grad, channels, channel >= 0 && grad.stride(channel) == 1, call.dtype, needs);
     sums = at::empty({needs.factor + needs.value, call.rows, channels}, grad.options().dtype(compute_type(call.dtype)));
-    if (grad.numel() == 0) sums.zero_();
     call.sums = static_cast<char*>(sums.data_ptr());
     call.row_bytes = channels * sums.element_size();
     call.sum_bytes = call.rows * call.row_bytes;
@@ -156,6 +156,8 @@ inline std::vector<at::Tensor> scale_add_backward(
     call.present.set(needs.factor ? WithInput::mask_operand : Op::mask_operand);
   }
   auto iter = config.build();
+  call.sums_are_zero = sum && (grad.numel() == 0 || !is_one_plan(iter));
+  if (call.sums_are_zero) sums.zero_();
   const auto find_kernel = needs.factor && needs.value ? &kernel<WithInput>
                            : needs.factor              ? &kernel<ops::ScaleAddBackwardFactor>
                            : needs.value               ? &kernel<ops::ScaleAddBackwardValue>
