@@ -265,3 +265,21 @@ def test_long_sums_keep_their_digits(shape, dim, device):
     total = torch.ops.my_cuda_op.add_scalar_backward_value(grad, value, dim)
     expected = grad.double().sum([d for d in range(grad.dim()) if d != dim])
     torch.testing.assert_close(total.double(), expected, rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_sums_of_work_that_is_split_start_at_zero(dim, device):
+    """Offsets that do not fit into 32 bits: several parts add to the same sums, or each to those of its channels."""
+    step = 2**29 + 16  # of float32, and so three rows reach over 4 GiB, of which a CPU touches three pages
+    grad = torch.empty(2 * step + 5, device=device).as_strided((3, 5), (step, 1))
+    grad.copy_(data((3, 5), torch.float32, device))
+    input = data((3, 5), torch.float32, device)
+    ones = torch.ones(grad.size(dim), device=device)
+    torch.use_deterministic_algorithms(True)  # fills what an operator allocates with NaN
+    try:
+        by_value = torch.ops.my_cuda_op.add_scalar_backward_value(grad, ones, dim)
+        by_factor = torch.ops.my_cuda_op.scale_backward_factor(grad, input, ones, dim)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(by_value, grad.sum(1 - dim))
+    torch.testing.assert_close(by_factor, (grad * input).sum(1 - dim))
